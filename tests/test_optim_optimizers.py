@@ -37,9 +37,12 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 
 
-def draw(seed: int, dtype: torch.dtype) -> list[Tensor]:
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def draw(seed: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in SHAPES]
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -83,10 +86,13 @@ def test_shards_step_as_the_whole_parameters_do(spec: OptimizerSpec, dtype: torc
         torch.testing.assert_close(buffer, flat(whole), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @every_dtype
 @every_spec
-def test_allocated_state_gives_the_bits_of_a_fresh_optimizer(spec: OptimizerSpec, dtype: torch.dtype) -> None:
-    lazy_params, eager_params = draw(1, dtype), draw(1, dtype)
+def test_allocated_state_gives_the_bits_of_a_fresh_optimizer(
+    spec: OptimizerSpec, dtype: torch.dtype, device: str
+) -> None:
+    lazy_params, eager_params = draw(1, dtype, device), draw(1, dtype, device)
     lazy, eager = make_optimizer(spec, lazy_params), make_optimizer(spec, eager_params)
     before = copy.deepcopy(eager_params)
     allocate_state(eager)
@@ -94,7 +100,7 @@ def test_allocated_state_gives_the_bits_of_a_fresh_optimizer(spec: OptimizerSpec
     assert steps_taken(eager) == 0
     for step in range(3):
         for params in (lazy_params, eager_params):
-            for param, grad in zip(params, draw(200 + step, dtype)):
+            for param, grad in zip(params, draw(200 + step, dtype, device)):
                 param.grad = grad
         lazy.step()
         eager.step()

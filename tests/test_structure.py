@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config", "models", "data"),
     ("mesh", "comm", "ledger", "buckets", "deferred", "gradients", "packing", "placement"),
     ("parallel",),
-    ("optim", "engine", "checkpoint"),
+    ("optim", "engine", "checkpoint", "logical"),
     ("launch", "rehearse"),
     ("show", "grade"),
     ("commands", "cli", "__main__"),

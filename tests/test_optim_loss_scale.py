@@ -141,6 +141,15 @@ def test_a_fixed_scale_does_not_skip_for_ever() -> None:
         scaler.update(True)
 
 
+def test_without_a_scale_endless_nan_ends_too_and_is_not_blamed_on_fp16() -> None:
+    scaler = StaticLossScale()
+    for _ in range(STATIC_PATIENCE - 1):
+        scaler.update(True)
+    with pytest.raises(UserError, match=r"^gradients were inf or NaN in 100 steps.*learning rate") as caught:
+        scaler.update(True)
+    assert "fp16" not in str(caught.value) and "bf16" not in str(caught.value)
+
+
 # -- reports.md 109 (DeepSpeed#931): skipped steps are counted and the schedule does not advance -----------------------
 def test_a_skipped_step_leaves_the_schedule_where_it_was() -> None:
     spec = SchedulerSpec("WarmupLR", {"warmup_max_lr": 1e-3, "warmup_num_steps": 10})

@@ -20,10 +20,11 @@ STATIC_PATIENCE = 100
 
 _FACTOR = 2.0  # a power of two: scaling then changes exponents only and rounds nothing
 
-_ADVICE = (
-    "train in bf16, which has the range of fp32 and needs no scale; or look for NaN or inf in the data and the loss, "
-    "and lower the learning rate. No weight was changed by the skipped steps."
+_LOOK = (
+    "look for NaN or inf in the data and the loss, and lower the learning rate. "
+    "No weight was changed by the skipped steps."
 )
+_ADVICE = "train in bf16, which has the range of fp32 and needs no scale; or " + _LOOK
 
 
 class LossScale(Protocol):
@@ -53,7 +54,7 @@ def make_loss_scale(spec: LossScaleSpec) -> LossScale:
 
 
 class StaticLossScale:
-    """A fixed scale. 1 for the precisions that need none.
+    """A fixed scale. 1 for the precisions that need none, where it still ends a run whose gradients are inf or NaN.
 
     DeepSpeed skips overflowing steps of a fixed scale for ever; here `STATIC_PATIENCE` of them in a row are an error.
     """
@@ -77,6 +78,8 @@ class StaticLossScale:
             return
         self.skipped += 1
         self._in_a_row += 1
+        if self._in_a_row >= STATIC_PATIENCE and self.scale == 1.0:
+            raise UserError(f"gradients were inf or NaN in {self._in_a_row} steps in a row, all skipped.", fix=_LOOK)
         if self._in_a_row >= STATIC_PATIENCE:
             raise UserError(
                 f"gradients overflowed in {self._in_a_row} steps in a row at the fixed loss scale {self.scale:g}.",

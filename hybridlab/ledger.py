@@ -1,0 +1,236 @@
+"""The ledger of one rank: every message sent, every byte alive by category, the time of every action.
+
+The same ledger counts a real run ("measured") and a rehearsal on fake tensors ("rehearsal"). Messages are recorded by
+`hybridlab.comm` as they are issued. Memory is counted by watching each operator: a tensor's storage is charged to the
+category in force when it first appears, and credited when it dies, so that what is counted is what the program holds,
+not what an allocator keeps in reserve.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from hybridlab.report import CATEGORIES
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective or point-to-point message as this rank issued it.
+
+    Attributes:
+        operation: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "to_host", "to_device".
+        group: "tp", "dp", "pp", "embedding" or "host".
+        size: members of the group.
+        message_bytes: the payload (all-gather: the gathered whole; reduce-scatter: the whole that is reduced).
+        ring_bytes: what this rank sends when the collective runs on a ring.
+        dtype: of the elements, e.g. "float32".
+        phase: what the engine was doing: "forward", "backward", "reduce", "step", "control".
+    """
+
+    operation: str
+    group: str
+    size: int
+    message_bytes: int
+    ring_bytes: int
+    dtype: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """One timed action: ``label`` as in the schedule ("0F3": stage 0, forward, micro-batch 3), seconds since the step began."""
+
+    label: str
+    start: float
+    end: float
+
+
+# What one rank sends, as a share of the payload S, in a group of n on a ring (Rabenseifner; NCCL's ring).
+_RING_SHARE = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+    "to_host": lambda n: 1.0,
+    "to_device": lambda n: 1.0,
+}
+
+
+@dataclass
+class Ledger:
+    """What one rank did. Cheap when memory is not being watched: a line per message, a pair of clocks per action."""
+
+    messages: list[Message] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    phase: str = "control"
+    watching: MemoryWatch | None = None
+    _known: list[tuple[Any, str, str]] = field(default_factory=list)
+    _epoch: float = field(default_factory=time.perf_counter)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def sent(self, operation: str, group: str, size: int, message_bytes: int, dtype: torch.dtype) -> None:
+        """Record a message of ``message_bytes`` in a group of ``size`` ranks."""
+        ring = round(_RING_SHARE[operation](size) * message_bytes)
+        name = str(dtype).removeprefix("torch.")
+        self.messages.append(Message(operation, group, size, message_bytes, ring, name, self.phase))
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Totals by group: ``{group: {messages, message_bytes, ring_bytes}}``."""
+        totals: dict[str, dict[str, int]] = defaultdict(lambda: {"messages": 0, "message_bytes": 0, "ring_bytes": 0})
+        for message in self.messages:
+            entry = totals[message.group]
+            entry["messages"] += 1
+            entry["message_bytes"] += message.message_bytes
+            entry["ring_bytes"] += message.ring_bytes
+        return dict(totals)
+
+    def count(self, operation: str | None = None, group: str | None = None, phase: str | None = None) -> int:
+        """How many messages match."""
+        return sum(
+            (operation is None or m.operation == operation)
+            and (group is None or m.group == group)
+            and (phase is None or m.phase == phase)
+            for m in self.messages
+        )
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Messages inside are filed under ``phase``."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    # -- time --------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def action(self, label: str) -> Iterator[None]:
+        """Time one action of the schedule."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(label, start - self._epoch, time.perf_counter() - self._epoch))
+            if self.watching is not None:
+                self.watching.sample(label)
+
+    def begin_step(self) -> None:
+        """Forget the previous step's messages and times; memory goes on."""
+        self.messages.clear()
+        self.spans.clear()
+        self._epoch = time.perf_counter()
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def own(self, tensor: torch.Tensor, category: str, place: str = "device") -> torch.Tensor:
+        """Say what a long-lived tensor is for: its storage counts as ``category`` on ``place`` ("device" or "host")."""
+        assert category in CATEGORIES, category
+        storage = tensor.untyped_storage()
+        self._known = [entry for entry in self._known if entry[0]() is not None and entry[0]() is not storage]
+        self._known.append((weakref.ref(storage), category, place))
+        if self.watching is not None:
+            self.watching.charge(storage, category, place)
+        return tensor
+
+    @contextmanager
+    def category(self, category: str) -> Iterator[None]:
+        """Storages that appear inside are charged to ``category``."""
+        watch = self.watching
+        if watch is None:
+            yield
+            return
+        before, watch.category = watch.category, category
+        try:
+            yield
+        finally:
+            watch.category = before
+
+    @contextmanager
+    def watch_memory(self) -> Iterator[MemoryWatch]:
+        """Count bytes alive, by category, from here to the end of the block."""
+        watch = MemoryWatch()
+        for reference, category, place in self._known:
+            storage = reference()
+            if storage is not None:
+                watch.charge(storage, category, place)
+        self.watching = watch
+        try:
+            with watch:
+                yield watch
+        finally:
+            self.watching = None
+
+    def bytes_owned(self, category: str, place: str = "device") -> int:
+        """Bytes of the long-lived storages of one category that are alive now (needs no watch)."""
+        alive = ((ref(), kind, where) for ref, kind, where in self._known)
+        return sum(s.nbytes() for s, kind, where in alive if s is not None and (kind, where) == (category, place))
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Sees every operator, keeps account of the storages alive.
+
+    Attributes:
+        alive: bytes now, ``{(place, category): bytes}``.
+        peak_bytes, at_peak: the largest device total so far and what it was made of.
+        host_peak_bytes: the largest host total so far.
+        samples: ``(label, {category: bytes})`` of the device at each action's end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category = "activations"
+        self.alive: Counter[tuple[str, str]] = Counter()
+        self.peak_bytes = 0
+        self.host_peak_bytes = 0
+        self.at_peak: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.samples: list[tuple[str, dict[str, int]]] = []
+        self._storages: dict[int, tuple[Any, int, str, str]] = {}
+        self._totals = {"device": 0, "host": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self.charge(storage, self.category, "device")
+        return out
+
+    def charge(self, storage: torch.UntypedStorage, category: str, place: str) -> None:
+        """Put a storage on the account, or move it to another category."""
+        key = storage._cdata
+        if key in self._storages:
+            self._credit(key)
+        size = storage.nbytes()
+        reference = weakref.ref(storage, lambda _, key=key: self._credit(key))
+        self._storages[key] = (reference, size, place, category)
+        self.alive[place, category] += size
+        self._totals[place] += size
+        if place == "host":
+            self.host_peak_bytes = max(self.host_peak_bytes, self._totals["host"])
+        elif self._totals["device"] > self.peak_bytes:
+            self.peak_bytes = self._totals["device"]
+            self.at_peak = self.now()
+
+    def _credit(self, key: int) -> None:
+        _, size, place, category = self._storages.pop(key)
+        self.alive[place, category] -= size
+        self._totals[place] -= size
+
+    def now(self, place: str = "device") -> dict[str, int]:
+        """Bytes alive by category."""
+        return {category: self.alive[place, category] for category in CATEGORIES}
+
+    def sample(self, label: str) -> None:
+        """Keep what is alive at this moment under a label."""
+        self.samples.append((label, self.now()))

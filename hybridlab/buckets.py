@@ -1,9 +1,9 @@
 """Flat buckets of parameters and the common course of their gradients through one step.
 
-Parameters of a model chunk lie one after the other in buckets, in reverse order of registration: about the order in which
-backward finishes their gradients. A bucket whose gradients are all there is reduced over the data-parallel group while
-backward goes on. Which collective that is, when, and what is kept, is what plain data parallelism and the ZeRO stages
-differ in; they share everything in this file.
+Parameters of a model chunk lie one after the other in buckets, in reverse order of registration: about the order in
+which backward finishes their gradients. A bucket whose gradients are all there is reduced over the data-parallel
+group while backward goes on. Which collective that is, when, and what is kept, is what plain data parallelism and the
+ZeRO stages differ in; they share everything in this file.
 
 Buckets are launched in a fixed order. If they went as gradients arrive, two replicas whose graphs differ would sum
 different buckets with each other, silently (DeepSpeed#2343).
@@ -138,7 +138,7 @@ class Replica(ABC):
         self._last = False
         self._counting = True
 
-    # -- laying out --------------------------------------------------------------------------------------------------
+    # -- laying out ------------------------------------------------------------
     @property
     def multiple(self) -> int:
         """What a bucket's length must divide by."""
@@ -221,10 +221,11 @@ class Replica(ABC):
             if shard.bucket is bucket:
                 low, high = max(slot.begin, shard.begin), min(slot.end, shard.end)
                 if low < high:
-                    for target in {id(t): t for t in (shard.weights, shard.master)}.values():
-                        target[low - shard.begin : high - shard.begin].copy_(flat[low - slot.begin : high - slot.begin])
+                    mine = flat[low - slot.begin : high - slot.begin]
+                    shard.weights[low - shard.begin : high - shard.begin].copy_(mine)
+                    shard.master[low - shard.begin : high - shard.begin].copy_(mine)
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         self._next = [0] * len(self.chunks)
@@ -276,7 +277,8 @@ class Replica(ABC):
             self._launch_ready(only_complete=True)
 
     def end_backward(self) -> None:
-        """The chunk's backward is over: what has not been sent is sent now, parameters without a gradient included."""
+        """The chunk's backward is over: what has not been sent is sent now, parameters without a gradient
+        included."""
         if self.reduces_now():
             self._launch_ready(only_complete=False)
 
@@ -299,7 +301,8 @@ class Replica(ABC):
         """Start reducing a bucket over the group."""
 
     def finish(self) -> None:
-        """All backwards are over: reduce what waited for that, and wait until every shard's ``gradient`` is the sum."""
+        """All backwards are over: reduce what waited for that, and wait until every shard's ``gradient`` is the
+        sum."""
         with self.ledger.during("reduce"):
             for bucket in self._late:
                 self.launch(bucket)
@@ -309,8 +312,8 @@ class Replica(ABC):
     def complete(self) -> None:
         """Wait for the reductions under way."""
 
-    def publish(self) -> None:
-        """After the optimizer's update: make the new weights known to the group. Nothing to do for replicas."""
+    def publish(self) -> None:  # noqa: B027  (for whole replicas there is nothing to do)
+        """After the optimizer's update: make the new weights known to the group."""
 
     def weights_on_host(self, shard: Shard) -> bool:
         """Whether the weights themselves live in host memory."""

@@ -1,8 +1,8 @@
 """Collectives, point-to-point messages, and their autograd conjugates. Nothing else in the engine talks.
 
-Every call takes the group it runs in and leaves a line in the group's ledger. A group of one sends nothing. Reductions
-are sums: dividing is left to the caller, once, because an average inside a collective and another outside is the
-commonest silent error of data parallelism (and gloo does not know NCCL's PREMUL_SUM).
+Every call takes the group it runs in and leaves a line in the group's ledger. A group of one sends nothing.
+Reductions are sums: dividing is left to the caller, once, because an average inside a collective and another outside
+is the commonest silent error of data parallelism (and gloo does not know NCCL's PREMUL_SUM).
 
 gloo accepts some things silently that give wrong numbers; they are stopped here:
 
@@ -72,7 +72,7 @@ class Handshake:
             raise Disagreement(f"the ranks of a {group.name} group disagree ({lines})")
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------
 def all_reduce(tensor: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
     """The sum (or "max") over the group, in place when ``tensor`` is contiguous. Use the returned tensor."""
     return all_reduce_async(tensor, group, operation).wait()
@@ -126,7 +126,8 @@ def reduce_scatter_async(full: torch.Tensor, group: Group, out: torch.Tensor | N
 
 
 def send_async(tensor: torch.Tensor, to: int, group: Group) -> Pending:
-    """Start sending to global rank ``to``. The buffer must not be written or freed before `wait`: gloo does not copy."""
+    """Start sending to global rank ``to``. The buffer must not be written or freed before `wait`: gloo does not
+    copy."""
     tensor = tensor.detach().contiguous()
     group.ledger.sent("send", group.name, 2, tensor.nbytes, tensor.dtype)
     return Pending(tensor, dist.isend(tensor, to, group=group.process_group), tensor)
@@ -137,7 +138,8 @@ def receive_async(buffer: torch.Tensor, source: int, group: Group) -> Pending:
     return Pending(buffer, dist.irecv(buffer, source, group=group.process_group))
 
 
-# -- autograd conjugates (Megatron-LM, arXiv:1909.08053 §3, their f and g; with sequence parallelism arXiv:2205.05198 §4.2)
+# -- autograd conjugates (Megatron-LM, arXiv:1909.08053 §3, their f and g; with sequence parallelism arXiv:2205.05198
+# §4.2)
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -205,7 +207,8 @@ def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: all-gather the sequence, [b, s/n, h] to [b, s, h]. Backward: reduce-scatter, for what follows is cut."""
+    """Forward: all-gather the sequence, [b, s/n, h] to [b, s, h]. Backward: reduce-scatter, for what follows is
+    cut."""
     return x if group.size == 1 else _GatherSequence.apply(x, group)
 
 
@@ -214,7 +217,7 @@ def scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _ScatterSequence.apply(x, group)
 
 
-# -- reading a number ----------------------------------------------------------------------------------------------------
+# -- reading a number ------------------------------------------------------------
 def read(scalar: torch.Tensor, rehearsed: float = 0.0) -> float:
     """The value of a one-element tensor. A fake tensor has none: a rehearsal goes on with ``rehearsed``."""
     return rehearsed if isinstance(scalar, FakeTensor) else float(scalar.item())

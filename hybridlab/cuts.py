@@ -1,7 +1,8 @@
 """How tensor parallelism cuts the parameters of a model: rules as data, and the arithmetic of who holds which rows.
 
-A *plan* maps patterns of module names to a cut. It is all that tensor parallelism needs to know about a model: the model
-itself is written for one device. The engine applies a plan (`hybridlab.parallel.tensor`), the planner counts with it.
+A *plan* maps patterns of module names to a cut. It is all that tensor parallelism needs to know about a model: the
+model itself is written for one device. The engine applies a plan (`hybridlab.parallel.tensor`), the planner counts
+with it.
 
     plan = {"layers.*.attention.qkv": Column(Block(rows=96, units=4), Block(rows=48, units=2), Block(rows=48, units=2)),
             "layers.*.attention.out": Row(),

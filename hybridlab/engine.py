@@ -1,39 +1,31 @@
 """The engine: a plain model, a resolved config and the ranks of a layout, put together into training steps.
 
-The order of application, each step on what the one before left:
+`hybridlab.assembly` builds a rank's parts; this file is what happens in a step:
 
-1. the plain model is built on the meta device: shapes without memory;
-2. tensor parallelism cuts its layers (`parallel.tensor`), so shapes become this rank's;
-3. its pieces are dealt to pipeline stages, this rank keeps its chunks (`parallel.pipeline`);
-4. recomputation wraps pieces (`parallel.recompute`);
-5. the data-parallel strategy, plain or ZeRO, lays parameters in buckets and brings them to life (`parallel.data`, `.zero`);
-6. values are drawn parameter by parameter from (seed, name), the same at every layout;
-7. the optimizer, on the device or offloaded, takes the shards.
-
-A step: count the target tokens of the global batch (the one divisor of loss and gradients), run the pipeline's programme,
-finish the reductions, pay owed sums, take the global norm, clip, update, publish the weights.
+count the target tokens of the global batch (the one divisor of loss and gradients) · run the pipeline's programme ·
+finish the reductions · pay owed sums · take the global norm · clip · update · publish the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridlab import comm, gradients
-from hybridlab.buckets import Numbers, Replica, Shard
+from hybridlab.assembly import NUMBERS, build_chunks, draw_weights, ends_apart, make_replica, place_shards, wrap_pieces
 from hybridlab.comm import read
 from hybridlab.config import Resolved
-from hybridlab.cuts import TensorPlan, tensor_plan, vocab_spans
+from hybridlab.config.specs import LossScaleSpec
+from hybridlab.cuts import TensorPlan, vocab_spans
 from hybridlab.data import Batches
 from hybridlab.deferred import Deferred
 from hybridlab.exchange import compile_programmes
 from hybridlab.ledger import Ledger
 from hybridlab.mesh import Mesh, local_device
-from hybridlab.models import build_model, initialise, streams
+from hybridlab.models import streams
 from hybridlab.optim import (
     allocate_state,
     clip_coefficient,
@@ -43,25 +35,11 @@ from hybridlab.optim import (
     set_learning_rate,
     state_tensors,
 )
-from hybridlab.parallel import tensor as tensor_parallel
-from hybridlab.parallel.data import DataParallel
 from hybridlab.parallel.loss import IGNORE, cross_entropy_sum
-from hybridlab.parallel.offload import offload
-from hybridlab.parallel.pipeline import Callbacks, Chunk, Executor, MicroBatch
-from hybridlab.parallel.recompute import recompute_attention, recomputed
-from hybridlab.parallel.zero.stage1 import Stage1
-from hybridlab.parallel.zero.stage2 import Stage2
-from hybridlab.parallel.zero.stage3 import Stage3
-from hybridlab.placement import as_tied_copy, place, placement_of
-from hybridlab.schedule import Schedule, make_schedule
+from hybridlab.parallel.pipeline import Callbacks, Executor, MicroBatch
+from hybridlab.parallel.tensor import TensorParallel
+from hybridlab.schedule import make_schedule
 from hybridlab.shapes import ModelShape
-
-NUMBERS = {
-    "fp32": Numbers(torch.float32, torch.float32, torch.float32),
-    "fp64": Numbers(torch.float64, torch.float64, torch.float64),
-    "bf16": Numbers(torch.bfloat16, torch.float32, torch.float32),
-    "fp16": Numbers(torch.float16, torch.float32, torch.float32),
-}
 
 
 @dataclass(frozen=True)
@@ -95,8 +73,9 @@ class Engine(Callbacks):
         shape: the model.
         device_type: "cpu" or "cuda".
         ledger: to count into; a new one by default.
-        model: a plain model on the meta device instead of the one ``shape`` describes: with ``pieces()``, and a ``plan``
-            that says how to cut it. ``shape`` still gives hidden and vocabulary sizes.
+        model: a plain model on the meta device, with ``pieces()``, instead of the one ``shape`` describes; ``shape``
+            still gives hidden and vocabulary sizes.
+        plan: how tensor parallelism cuts ``model``.
         initialised: False leaves weights at zero, for those who load them.
     """
 
@@ -115,142 +94,38 @@ class Engine(Callbacks):
         self.device = local_device(device_type)
         self.numbers = NUMBERS[config.precision]
         layout = config.layout
-        self.schedule = self._make_schedule()
-        self.tied_apart = shape.tied and layout.pp > 1 and self._ends() == 2
-        kv_copies = layout.tp // shape.kv_heads if layout.tp > shape.kv_heads else 1
+        self.schedule = make_schedule(config.schedule, layout.pp, config.micro_batches, chunks=config.virtual_stages)
         self.mesh = Mesh(
-            layout, device_type=device_type, ledger=ledger, tied_stages=self.tied_apart, kv_copies=kv_copies
+            layout,
+            device_type=device_type,
+            ledger=ledger,
+            tied_stages=shape.tied and ends_apart(self.schedule),
+            kv_copies=max(1, layout.tp // shape.kv_heads),
         )
         self.ledger = self.mesh.ledger
         self.deferred = Deferred()
-        self.tp = tensor_parallel.TensorParallel(self.mesh.tp, config.sequence_parallel, self.deferred)
-        self.chunks = self._build_chunks(model, plan)
-        self.replica = self._make_replica()
+        tp = TensorParallel(self.mesh.tp, config.sequence_parallel, self.deferred)
+        self.chunks = build_chunks(config, shape, self.schedule, tp, self.mesh.coords["pp"], model=model, plan=plan)
+        self.replica = make_replica(config, self.mesh, self.device)
         for chunk in self.chunks:
             self.replica.add_chunk(chunk)
-        self._wrap_pieces()
-        self.shards = self._place_shards()
+        wrap_pieces(config, self.chunks, self.replica)
+        self.shards = place_shards(config, self.replica, self.device)
         if initialised:
-            self.initialise()
+            draw_weights(config, shape, self.chunks, self.replica)
         self.optimizer = make_optimizer(config.optimizer, [shard.master for shard in self.shards])
-        with self.ledger.category("optimizer"):
-            allocate_state(self.optimizer)
+        allocate_state(self.optimizer)
         for tensor in state_tensors(self.optimizer):
             self.ledger.own(tensor, "optimizer", "host" if config.zero.offload_optimizer else "device")
-        self.loss_scale = make_loss_scale(config.loss_scale) if config.precision == "fp16" else None
+        scale = config.loss_scale if config.precision == "fp16" else LossScaleSpec(static=1.0)
+        self.loss_scale = make_loss_scale(scale)
         self.executor = self._make_executor()
         self.step_number = 0
         self.updates = 0  # steps that were not skipped: what the learning-rate schedule counts
         self._set_streams()
 
-    # -- building ------------------------------------------------------------------------------------------------------
-    def _make_schedule(self) -> Schedule:
-        config = self.config
-        return make_schedule(config.schedule, config.layout.pp, config.micro_batches, chunks=config.virtual_stages)
-
-    def _ends(self) -> int:
-        """On how many pipeline ranks the first and the last stage lie: 1 in a V placement."""
-        return len({self.schedule.place(0)[0], self.schedule.place(self.schedule.num_stages - 1)[0]})
-
-    def _build_chunks(self, model: nn.Module | None, plan: TensorPlan | None) -> list[Chunk]:
-        config, shape = self.config, self.shape
-        if model is None:
-            with torch.device("meta"):
-                model = build_model(shape, attention=config.attention)
-            plan = tensor_plan(shape, config.vocab_multiple)
-        tied = shape.tied
-        tensor_parallel.apply(model, plan or {}, self.tp)
-        streams.assign_names(model)
-        if config.recompute == "selective":
-            recompute_attention(model)
-        pieces = [piece for _, piece in model.pieces()]  # type: ignore[operator]
-        if tied:
-            self._tie(pieces[0].tokens, pieces[-1].lm_head)  # type: ignore[arg-type]
-        embed, layers, head = pieces[0], pieces[1:-1], pieces[-1]
-        chunks = []
-        for index in range(self.schedule.chunks):
-            stage = self.schedule.stage_of(self.mesh.coords["pp"], index)
-            begin = sum(config.split[:stage])
-            mine = list(layers[begin : begin + config.split[stage]])
-            first, last = stage == 0, stage == self.schedule.num_stages - 1
-            chunks.append(
-                Chunk(stage, [*([embed] if first else []), *mine, *([head] if last else [])], first=first, last=last)
-            )
-        return chunks
-
-    def _tie(self, embedding: nn.Module, head: nn.Module) -> None:
-        """One weight for both where they are on one rank, else two that are kept alike."""
-        if self.config.layout.pp > 1:
-            embedding.weight.tied = True  # type: ignore[union-attr]
-        if not self.tied_apart:
-            head.weight = embedding.weight
-            return
-        head.weight.tied = True  # type: ignore[union-attr]
-        place(head.weight, as_tied_copy(placement_of(embedding.weight)))  # type: ignore[arg-type]
-
-    def _make_replica(self) -> Replica:
-        zero, dp = self.config.zero, self.mesh.dp
-        common: tuple[Any, ...] = (dp, self.numbers, self.device, zero.reduce_bucket_size)
-        if zero.stage == 0:
-            return DataParallel(*common)
-        if zero.stage == 1:
-            return Stage1(*common)
-        if zero.stage == 2:
-            return Stage2(*common, every_micro_batch=zero.gradient_policy == "scatter_every_microbatch")
-        return Stage3(
-            *common,
-            persistence_threshold=zero.persistence_threshold,
-            prefetch=zero.prefetch_bucket_size > 0,
-            on_host=zero.offload_param,
-            master_on_host=zero.offload_optimizer,
-            pin=zero.pin_memory,
-        )
-
-    def _wrap_pieces(self) -> None:
-        """Recomputation and ZeRO-3 around the pieces. Weights are borrowed outside of a single recomputed layer, so that
-        they are gathered once for both recomputation and backward; inside of a longer group, one layer at a time."""
-        full, interval = self.config.recompute == "full", self.config.recompute_interval
-        for index, chunk in enumerate(self.chunks):
-            runs = list(chunk.runs)
-            is_layer = [
-                not (chunk.first and i == 0) and not (chunk.last and i == len(runs) - 1) for i in range(len(runs))
-            ]
-            if full and interval == 1:
-                runs = [recomputed([run]) if layer else run for run, layer in zip(runs, is_layer)]
-            if isinstance(self.replica, Stage3):
-                runs = [self.replica.wrap(index, i, run) for i, run in enumerate(runs)]
-            if full and interval > 1:
-                runs = _in_groups(runs, is_layer, interval)
-            chunk.runs = runs
-
-    def _place_shards(self) -> list[Shard]:
-        zero = self.config.zero
-        if not zero.offload_optimizer:
-            return self.replica.shards
-        copies = torch.cuda.Stream() if self.device.type == "cuda" else None
-        on_host = self.replica.weights_on_host
-        self.replica.shards = [
-            offload(shard, self.ledger, pin=zero.pin_memory, copies=copies, weights_on_host=on_host(shard))
-            for shard in self.replica.shards
-        ]
-        return self.replica.shards
-
-    def initialise(self) -> None:
-        """Draw every weight from (seed, name): a rank draws the rows it holds, one parameter at a time."""
-        dtype = torch.float64 if self.config.precision == "fp64" else torch.float32
-        seen: set[int] = set()
-        for parameter in (p for chunk in self.chunks for p in chunk.parameters()):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                values = torch.zeros(parameter.shape, dtype=dtype, device=self.device)
-                initialise(values, placement_of(parameter), self.shape, self.config.seed)
-                with torch.no_grad():
-                    self.replica.load(parameter, values)
-        with torch.no_grad():
-            self.replica.publish()
-        self.ledger.messages.clear()
-
     def _make_executor(self) -> Executor:
+        """The pipeline's interpreter and this rank's programmes: for training, and forwards only."""
         config = self.config
         positions = config.sequence_length
         if config.sequence_parallel:
@@ -271,14 +146,14 @@ class Engine(Callbacks):
             callbacks=self,
         )
 
-    # -- what the executor asks ----------------------------------------------------------------------------------------
+    # -- what the executor asks ------------------------------------------------------------
     def micro_batch(self, index: int) -> None:
         """Dropout masks are functions of the sample: say which samples are next, in forward and in backward alike."""
         streams.micro_batch(self._first_sample(index))
 
     def loss(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Cross-entropy summed over the micro-batch, divided by the *global* batch's target tokens: the only division.
-        The loss scale multiplies here, on the last stage, and nowhere else."""
+        """Cross-entropy summed over the micro-batch, divided by the *global* batch's target tokens: the only
+        division. The loss scale multiplies here, on the last stage, and nowhere else."""
         assert micro_batch.targets is not None
         config, group = self.config, self.mesh.tp
         spans, _ = vocab_spans(self.shape.vocab, group.size, group.rank, config.vocab_multiple)
@@ -293,7 +168,7 @@ class Engine(Callbacks):
             )
         mean = total / self._tokens
         self._loss += mean.detach()
-        return mean * self.loss_scale.scale if self.loss_scale is not None else mean
+        return mean * self.loss_scale.scale
 
     def begin_backward(self, chunk: int, *, last: bool, whole: bool) -> None:
         """Gradients will arrive."""
@@ -303,9 +178,10 @@ class Engine(Callbacks):
         """They have arrived."""
         self.replica.end_backward()
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------
     def _first_sample(self, micro_batch: int) -> int:
-        """The place in the global batch of this replica's micro-batch: micro-batch by micro-batch, replicas in turn."""
+        """The place in the global batch of this replica's micro-batch: micro-batch by micro-batch, replicas in
+        turn."""
         replicas = self.config.layout.dp
         return (micro_batch * replicas + self.mesh.coords["dp"]) * self.config.micro_batch_size
 
@@ -379,8 +255,8 @@ class Engine(Callbacks):
             self._tokens = comm.all_reduce(self._tokens, self.mesh.dp).clamp(min=1)
 
     def _agree(self, squares: Tensor) -> Tensor:
-        """``[Σ g², loss, tokens]`` of the whole, the same on every rank. The loss is known to the last stage's ranks: one
-        of each tensor-parallel group says it."""
+        """``[Σ g², loss, tokens]`` of the whole, the same on every rank. The loss is known to the last stage's ranks:
+        one of each tensor-parallel group says it."""
         speaks = any(chunk.last for chunk in self.chunks) and self.mesh.tp.rank == 0
         loss, tokens = self._loss.double(), self._tokens.double() / self.mesh.dp.size
         said = torch.stack([squares, loss if speaks else loss * 0, tokens if speaks else tokens * 0])
@@ -397,7 +273,7 @@ class Engine(Callbacks):
         for shard in self.shards:
             shard.begin_collect()
         squares, loss, tokens = self._agree(gradients.squared_norm(self.shards, self.device))
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        scale = self.loss_scale.scale
         norm = squares.sqrt() / scale
         lr = learning_rate(config.scheduler, config.optimizer.lr, self.updates)
         grad_norm = read(norm, rehearsed=1.0)
@@ -406,8 +282,7 @@ class Engine(Callbacks):
         if not skipped:
             self._apply(lr, coefficient / scale)
             self.updates += 1
-        if self.loss_scale is not None:
-            self.loss_scale.update(skipped)
+        self.loss_scale.update(skipped)
         return StepResult(read(loss), grad_norm, 1.0 if skipped else coefficient, lr, scale, skipped, int(read(tokens)))
 
     def _apply(self, lr: float, factor: float) -> None:
@@ -427,18 +302,3 @@ class Engine(Callbacks):
     def close(self) -> None:
         """Give the process groups back."""
         self.mesh.close()
-
-
-def _in_groups(runs: list[Any], is_layer: list[bool], interval: int) -> list[Any]:
-    """Layers in groups of ``interval``, each recomputed as one; other pieces as they are."""
-    grouped: list[Any] = []
-    pending: list[Any] = []
-    for run, layer in [*zip(runs, is_layer), (None, False)]:
-        if pending and (not layer or len(pending) == interval):
-            grouped.append(recomputed(pending))
-            pending = []
-        if layer:
-            pending = [*pending, run]
-        elif run is not None:
-            grouped.append(run)
-    return grouped

@@ -1,13 +1,16 @@
 """Who sends what to whom, and when each buffer may be reused: a pipeline schedule compiled into one rank's programme.
 
-A schedule says in which order a rank computes. From the schedules of *all* ranks follows everything about its messages:
+A schedule says in which order a rank computes. From the schedules of *all* ranks follows everything about its
+messages:
 
 * what must have arrived before an action, and what leaves after it;
-* when to post a receive: one action ahead of its use, so that the transfer overlaps with that action; and in the order in
-  which the sender sends, since a channel delivers in order (two sends and two receives posted crosswise deadlock);
-* when a sent buffer may go: a send is over once its receiver has posted the receive, and a rank knows that for certain
-  after it has received something that the other computed later. Waiting there blocks nobody and frees memory at a moment
-  that is the same in every run. Freeing a buffer earlier sends garbage (Megatron-LM PR 4047); waiting earlier can deadlock.
+* when to post a receive: one action ahead of its use, so that the transfer overlaps with that action; and in the
+  order in which the sender sends, since a channel delivers in order (two sends and two receives posted crosswise
+  deadlock);
+* when a sent buffer may go: a send is over once its receiver has posted the receive, and a rank knows that for
+  certain after it has received something that the other computed later. Waiting there blocks nobody and frees memory
+  at a moment that is the same in every run. Freeing a buffer earlier sends garbage (Megatron-LM PR 4047); waiting
+  earlier can deadlock.
 
 No torch: the executor runs these programmes, tests check them for every schedule.
 """
@@ -22,7 +25,8 @@ from hybridlab.schedule import Action, Schedule
 
 @dataclass(frozen=True)
 class Message:
-    """``kind`` "activation": the output of ``stage``, sent to the next; "gradient": of its input, sent to the one before."""
+    """``kind`` "activation": the output of ``stage``, sent to the next; "gradient": of its input, sent to the one
+    before."""
 
     kind: str
     stage: int

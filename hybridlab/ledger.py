@@ -48,7 +48,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Span:
-    """One timed action: ``label`` as in the schedule ("0F3": stage 0, forward, micro-batch 3), seconds since the step began."""
+    """One timed action: ``label`` as in the schedule ("0F3": stage 0, forward, micro-batch 3), seconds since the step
+    began."""
 
     label: str
     start: float
@@ -78,7 +79,7 @@ class Ledger:
     _known: list[tuple[Any, str, str]] = field(default_factory=list)
     _epoch: float = field(default_factory=time.perf_counter)
 
-    # -- messages ----------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------
     def sent(self, operation: str, group: str, size: int, message_bytes: int, dtype: torch.dtype) -> None:
         """Record a message of ``message_bytes`` in a group of ``size`` ranks."""
         ring = round(_RING_SHARE[operation](size) * message_bytes)
@@ -113,7 +114,7 @@ class Ledger:
         finally:
             self.phase = before
 
-    # -- time --------------------------------------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------
     @contextmanager
     def action(self, label: str) -> Iterator[None]:
         """Time one action of the schedule."""
@@ -131,9 +132,10 @@ class Ledger:
         self.spans.clear()
         self._epoch = time.perf_counter()
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------
     def own(self, tensor: torch.Tensor, category: str, place: str = "device") -> torch.Tensor:
-        """Say what a long-lived tensor is for: its storage counts as ``category`` on ``place`` ("device" or "host")."""
+        """Say what a long-lived tensor is for: its storage counts as ``category`` on ``place`` ("device" or
+        "host")."""
         assert category in CATEGORIES, category
         storage = tensor.untyped_storage()
         self._known = [entry for entry in self._known if entry[0]() is not None and entry[0]() is not storage]

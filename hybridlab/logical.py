@@ -1,7 +1,7 @@
 """Logical tensors: the parameters of the plain model, put together from the parts that ranks hold.
 
-Whatever the layout, the logical weights, gradients and optimizer states are those of one device. Used to compare a layout
-with one rank; checkpoints of large models never put a whole model together and work part by part.
+Whatever the layout, the logical weights, gradients and optimizer states are those of one device. Used to compare a
+layout with one rank; checkpoints of large models never put a whole model together and work part by part.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How a list of parameters is packed into buckets, each a flat buffer that one collective moves. No torch: the planner
-counts with the same functions that the engine packs with."""
+"""How a list of parameters is packed into buckets, each a flat buffer that one collective moves. No torch: the
+planner counts with the same functions that the engine packs with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``sizes``, in order, in buckets of at most ``capacity`` elements; a larger one has a bucket of its own.
+    """Indices of ``sizes``, in order, in buckets of at most ``capacity`` elements; a larger one has a bucket of its
+    own.
 
     A bucket that is exactly full is closed, not overfull: ``capacity`` elements are allowed.
     """

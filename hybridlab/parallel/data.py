@@ -1,8 +1,8 @@
 """Data parallelism: every rank holds the whole model and sees other samples; gradients are summed over the group.
 
-The sum is an all-reduce of each bucket, started as soon as the bucket's last gradient has arrived, while backward goes on
-with the layers below. Gradients of all micro-batches are added up locally first: only the last backward of a step sends.
-Works for any ``nn.Module``: it knows parameters and gradients, not layers.
+The sum is an all-reduce of each bucket, started as soon as the bucket's last gradient has arrived, while backward
+goes on with the layers below. Gradients of all micro-batches are added up locally first: only the last backward of a
+step sends. Works for any ``nn.Module``: it knows parameters and gradients, not layers.
 
 Per step and rank: one all-reduce of each bucket; on a ring 2(n-1)/n of the gradient bytes are sent.
 Source: Li et al., PyTorch Distributed, arXiv:2006.15704 §3.2.

@@ -1,9 +1,9 @@
 """Optimizer offload: master weights and optimizer states live in host memory, and the update happens there.
 
-On the way down travels the gradient of this rank's shard, once a step, in the gradient dtype; on the way up the updated
-weights in the compute dtype. On a GPU both are asynchronous copies from and to pinned memory on a stream of their own:
-shard by shard, the update of one overlaps with the copies of the others. On a machine whose device *is* the host, the same
-copies are made between two places of its memory, so that what is counted is what a GPU would send.
+On the way down travels the gradient of this rank's shard, once a step, in the gradient dtype; on the way up the
+updated weights in the compute dtype. On a GPU both are asynchronous copies from and to pinned memory on a stream of
+their own: shard by shard, the update of one overlaps with the copies of the others. On a machine whose device *is*
+the host, the same copies are made between two places of its memory, so that what is counted is what a GPU would send.
 
 The update rule is the very same as without offload (DeepSpeed#493).
 Source: Ren et al., ZeRO-Offload, arXiv:2101.06840 §4.
@@ -22,7 +22,8 @@ from hybridlab.ledger import Ledger
 
 @dataclass(eq=False)
 class HostShard(Shard):
-    """A shard whose ``master`` is on the host; ``gradient`` stays the device's sum, `collect` returns the host's copy."""
+    """A shard whose ``master`` is on the host; ``gradient`` stays the device's sum, `collect` returns the host's
+    copy."""
 
     ledger: Ledger | None = None
     host_gradient: Tensor | None = None
@@ -68,8 +69,8 @@ def offload(
     """The same shard with its master weights on the host, in the master's dtype.
 
     Args:
-        pin: page-locked host memory, which a GPU can copy from and to while it computes; without a GPU it means nothing.
-        copies: the stream for copies; None where the device is the host.
+        pin: page-locked host memory, which a GPU can copy from and to while it computes; without a GPU it means
+        nothing. copies: the stream for copies; None where the device is the host.
     """
     pin = pin and copies is not None
     assert shard.gradient is not None

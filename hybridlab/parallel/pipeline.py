@@ -1,8 +1,9 @@
 """Pipeline parallelism: the layers are dealt out over ranks, micro-batches flow through them.
 
 A `Chunk` is a run of the model's pieces (embedding, layers, head) that forms one pipeline stage; a rank has one, or
-several under interleaved schedules. The `Executor` works through this rank's programme (`hybridlab.exchange`), compiled
-from a schedule that is plain data (`hybridlab.schedule`): it knows no schedule by name. For each action it runs
+several under interleaved schedules. The `Executor` works through this rank's programme (`hybridlab.exchange`),
+compiled from a schedule that is plain data (`hybridlab.schedule`): it knows no schedule by name. For each action it
+runs
 
 =====  =============================================================================================================
 F      the chunk's forward; the last stage goes on to the loss
@@ -11,8 +12,8 @@ I      the gradient of the input only; linear layers put their weight gradients 
 W      the weight gradients that I put off
 =====  =============================================================================================================
 
-What is kept between a micro-batch's F and its B is its input (a leaf that will receive the gradient to send back) and the
-edge of the autograd graph at the output. The output's own memory goes as soon as it is sent.
+What is kept between a micro-batch's F and its B is its input (a leaf that will receive the gradient to send back) and
+the edge of the autograd graph at the output. The output's own memory goes as soon as it is sent.
 
 Sources: GPipe, arXiv:1811.06965; PipeDream-2BW / Megatron-LM, arXiv:2104.04473 §2.2; zero bubble, arXiv:2401.10241.
 """
@@ -114,8 +115,8 @@ class Executor:
         self.callbacks = callbacks
 
     def run(self, programme: Sequence[Step], micro_batches: Sequence[MicroBatch], *, train: bool = True) -> None:
-        """Work through this rank's programme (`hybridlab.exchange`) once. Without ``train`` it must hold forwards only;
-        no graph is built."""
+        """Work through this rank's programme (`hybridlab.exchange`) once. Without ``train`` it must hold forwards
+        only; no graph is built."""
         final = _last_backwards(programme)
         self._micro_batches = micro_batches
         self._receiving: dict[Message, comm.Pending] = {}
@@ -141,7 +142,7 @@ class Executor:
             pending.wait()
         self._sending.clear()
 
-    # -- actions -------------------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------
     def _perform(self, step: Step, *, final: bool, train: bool) -> Tensor | None:
         """Compute; returns what the neighbouring stage needs."""
         action, chunk = step.action, self.chunks[step.action.chunk]
@@ -197,7 +198,7 @@ class Executor:
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    # -- messages ------------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------
     def _post(self, message: Message) -> None:
         buffer = torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
         self._receiving[message] = comm.receive_async(buffer, self._global(message.source), self._channel(message))

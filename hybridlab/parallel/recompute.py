@@ -1,16 +1,17 @@
 """Activation recomputation: keep less from forward, compute it again in backward.
 
-===========  ==========================================================  ==============================================
-policy       what is run again in backward                               what is kept of a layer
-===========  ==========================================================  ==============================================
-none         nothing                                                     every activation
-selective    the core attention (rotary, scores, softmax, their values)  all but what lies between q, k, v and its output
-full         whole layers, in groups of ``interval``                     the group's input
-===========  ==========================================================  ==============================================
+===========  ======================================  ================================================
+policy       what is run again in backward           what is kept of a layer
+===========  ======================================  ================================================
+none         nothing                                 every activation
+selective    the core attention (rotary, scores,     all but what lies between q, k, v and its output
+             softmax, their values)
+full         whole layers, in groups of `interval`   the group's input
+===========  ======================================  ================================================
 
-The non-reentrant form of torch's checkpoint: it fires each gradient hook once, also for shared weights (pytorch#81296).
-Dropout masks are functions of (seed, step, sample), and the generators' state is restored besides, so that what is run
-again is what was run. Collectives inside are issued again, by all ranks of their group alike.
+The non-reentrant form of torch's checkpoint: it fires each gradient hook once, also for shared weights
+(pytorch#81296). Dropout masks are functions of (seed, step, sample), and the generators' state is restored besides,
+so that what is run again is what was run. Collectives inside are issued again, by all ranks of their group alike.
 
 Source: Chen et al., arXiv:1604.06174; selective: Korthikanti et al., arXiv:2205.05198 §5.
 """

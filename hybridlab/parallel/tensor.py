@@ -5,10 +5,10 @@ A pair of linear layers needs one sum forward and one backward (Megatron-LM, arX
     x ──column──▶ [·, out/tp] ──(gelu, attention)──▶ [·, in/tp] ──row──▶ partial sums ──all-reduce──▶ y
        copy: identity forward, all-reduce backward            reduce: all-reduce forward, identity backward
 
-With *sequence parallelism* (Korthikanti et al., arXiv:2205.05198 §4.2) what lies between such pairs (norms, dropout, the
-residual) holds only its slice of the sequence: the all-reduce becomes a reduce-scatter, and the copy an all-gather, as
-many bytes on the wire and 1/tp of the activations. The gathered input is not kept for backward but gathered again, at
-the same time as the input's gradient is computed.
+With *sequence parallelism* (Korthikanti et al., arXiv:2205.05198 §4.2) what lies between such pairs (norms, dropout,
+the residual) holds only its slice of the sequence: the all-reduce becomes a reduce-scatter, and the copy an
+all-gather, as many bytes on the wire and 1/tp of the activations. The gathered input is not kept for backward but
+gathered again, at the same time as the input's gradient is computed.
 
 In backward the input's gradient is on its way over the network while the weight's gradient is computed.
 """
@@ -166,7 +166,8 @@ def _late_gradients(layer: ParallelLinear, x: Tensor, grad: Tensor, needs_weight
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding dealt out by vocabulary: token ids [b, s] to [b, s, h], or [b, s/tp, h] under sequence parallelism.
+    """An embedding dealt out by vocabulary: token ids [b, s] to [b, s, h], or [b, s/tp, h] under sequence
+    parallelism.
 
     Ids of other ranks' rows look up row 0 and are zeroed, so that the sum over the group is the embedding.
     """

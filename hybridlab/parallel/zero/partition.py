@@ -1,7 +1,7 @@
 """What the ZeRO stages share: each bucket is dealt out evenly over the data-parallel group.
 
-Rank r's optimizer owns the r-th slice of every bucket. Slices cut through parameters; that is no harm to optimizers that
-work element by element, and whatever must know which elements are what (norms, checkpoints) asks the bucket.
+Rank r's optimizer owns the r-th slice of every bucket. Slices cut through parameters; that is no harm to optimizers
+that work element by element, and whatever must know which elements are what (norms, checkpoints) asks the bucket.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054 §5.
 """

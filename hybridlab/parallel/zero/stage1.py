@@ -1,7 +1,8 @@
 """ZeRO stage 1: optimizer states are held once in the data-parallel group; weights and gradients stay whole.
 
-An all-reduce is a reduce-scatter followed by an all-gather. Stage 1 puts the optimizer between the two: each rank gets the
-sum of its slice only, updates it, and the *weights* are gathered. As many bytes as data parallelism, 1/n of the states.
+An all-reduce is a reduce-scatter followed by an all-gather. Stage 1 puts the optimizer between the two: each rank
+gets the sum of its slice only, updates it, and the *weights* are gathered. As many bytes as data parallelism, 1/n of
+the states.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054 §5.1.
 """

@@ -2,10 +2,10 @@
 
 With several micro-batches "held once" can mean two things, and the choice is a trade of memory against traffic:
 
-* ``scatter_every_microbatch``: a bucket exists only while backward fills it; it is reduce-scattered at once and its slice
-  added to this rank's. Gradient memory is 1/n plus the buckets in flight; the gradients travel m times a step.
-* ``accumulate_then_scatter``: gradients of all micro-batches add up in whole local buffers, and are scattered once at the
-  step's end. The traffic of stage 1; the memory of stage 1 until that moment, 1/n after.
+* ``scatter_every_microbatch``: a bucket exists only while backward fills it; it is reduce-scattered at once and its
+  slice added to this rank's. Gradient memory is 1/n plus the buckets in flight; the gradients travel m times a step.
+* ``accumulate_then_scatter``: gradients of all micro-batches add up in whole local buffers, and are scattered once at
+  the step's end. The traffic of stage 1; the memory of stage 1 until that moment, 1/n after.
 
 DeepSpeed does the first and therefore refuses pipelines at stage 2; torch's FSDP under a pipeline does the second.
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054 §5.2; DeepSpeed#4164.

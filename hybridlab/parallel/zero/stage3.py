@@ -1,12 +1,13 @@
 """ZeRO stage 3: weights, too, are held once in the data-parallel group, and borrowed just in time.
 
-The unit of borrowing is a piece of the model (embedding, one layer, head). Before a piece runs, its weights are gathered
-from the group; after it has run they are given back; before its backward they are gathered again. While a piece computes,
-the next one's weights are already on their way. A micro-batch thus costs two all-gathers and one reduce-scatter of the
-weights' size, half as much again as data parallelism, and a rank holds 1/n of the weights plus two pieces.
+The unit of borrowing is a piece of the model (embedding, one layer, head). Before a piece runs, its weights are
+gathered from the group; after it has run they are given back; before its backward they are gathered again. While a
+piece computes, the next one's weights are already on their way. A micro-batch thus costs two all-gathers and one
+reduce-scatter of the weights' size, half as much again as data parallelism, and a rank holds 1/n of the weights plus
+two pieces.
 
-Parameters too small to be worth the latency stay gathered (``persistence_threshold``); their optimizer states and gradient
-sums are dealt out all the same, and they are gathered once after each update.
+Parameters too small to be worth the latency stay gathered (``persistence_threshold``); their optimizer states and
+gradient sums are dealt out all the same, and they are gathered once after each update.
 
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054 §5.3.
 """
@@ -14,6 +15,7 @@ Source: Rajbhandari et al., ZeRO, arXiv:1910.02054 §5.3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class Stage3(TransientGradients):
         self._persistent: set[int] = set()
         self.units: list[list[_Unit]] = []
 
-    # -- laying out --------------------------------------------------------------------------------------------------
+    # -- laying out ------------------------------------------------------------
     def lay_out(self, chunk: nn.Module) -> list[Bucket]:
         """A bucket per piece, last piece first; then one of all small parameters; tied weights apart, as always."""
         plain, tied = split_tied(self.new_parameters(chunk))
@@ -74,7 +76,7 @@ class Stage3(TransientGradients):
         for piece in chunk.children():
             needed = {id(b): b for b, _ in (self._home[id(p)] for p in piece.parameters()) if not self.persists(b)}
             units.append(_Unit(self, list(needed.values())))
-        for unit, following in zip(units, units[1:]):
+        for unit, following in pairwise(units):
             unit.following, following.preceding = following, unit
         self.units.append(units)
 
@@ -98,7 +100,7 @@ class Stage3(TransientGradients):
             adopt(slot.parameter, absent.expand(slot.parameter.shape))
         return self.keep_slice(bucket, weights, elsewhere=self.on_host)
 
-    # -- borrowing ---------------------------------------------------------------------------------------------------
+    # -- borrowing ------------------------------------------------------------
     def fetch(self, bucket: Bucket) -> None:
         """Start gathering a bucket unless it is here or on its way."""
         key = id(bucket)

@@ -1,0 +1,171 @@
+"""Which parameters a rank holds, and how many elements of each: the model's pieces in the engine's order.
+
+A model is a chain of pieces: "embed", its layers, "head". Tensor parallelism cuts some parameters of a piece by the same
+rules the engine uses (`hybridlab.cuts`): matrices by columns or rows, the vocabulary with padding, key/value heads fewer
+than ranks held by several of them. What it does not cut (norms, biases added after a sum, position tables) every rank
+holds whole: in memory it counts tp times, in the model's size once (the two published sizes of GPT-NeoX-20B differ by
+exactly this: 20,556,201,984 counts norms and biases of both tp ranks, 20,554,567,680 is the model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from hybridlab.cuts import Column, Row, Span, Vocab, column_spans, cut_of, padded_vocab, row_spans, tensor_plan
+
+if TYPE_CHECKING:
+    from hybridlab.plan.job import Job
+    from hybridlab.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """One parameter as one rank holds it.
+
+    Attributes:
+        name: within its piece, e.g. "attention.qkv.weight".
+        numel: elements held, vocabulary padding included.
+        partial: stretches ``(begin, end, copies)`` of it whose gradient is a part of a sum owed over ``copies`` ranks.
+        tied: an embedding that is tied across pipeline stages; it lies in a bucket of its own.
+        shared: a tied output weight that is the embedding's very tensor (both ends of the model on one rank).
+    """
+
+    name: str
+    numel: int
+    partial: tuple[tuple[int, int, int], ...] = ()
+    tied: bool = False
+    shared: bool = False
+
+
+def logical_parameters(shape: ModelShape, piece: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and logical shapes of a piece ("embed", "layer", "head"), in order of registration.
+
+    Fused projections as the engine has them: q, k, v in one matrix, gate and up in one.
+    """
+    h, width = shape.hidden, shape.heads * shape.head_dim
+    qkv = width + 2 * shape.kv_heads * shape.head_dim
+    up = 2 * shape.ffn if shape.gated else shape.ffn
+
+    def norm(name: str) -> list[tuple[str, tuple[int, ...]]]:
+        bias = [(f"{name}.bias", (h,))] if shape.norm == "layernorm" else []
+        return [(f"{name}.weight", (h,)), *bias]
+
+    def linear(name: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"{name}.weight", (out, into)), *([(f"{name}.bias", (out,))] if bias else [])]
+
+    if piece == "embed":
+        found = [("tokens.weight", (shape.vocab, h))]
+        if shape.position_rows:
+            found.append(("positions.weight", (shape.position_rows, h)))
+        return found + (norm("norm") if shape.embedding_norm else [])
+    if piece == "head":
+        return [*norm("norm"), ("lm_head.weight", (shape.vocab, h))]
+    return [
+        *norm("attention_norm"),
+        *linear("attention.qkv", qkv, h, shape.qkv_bias),
+        *linear("attention.out", h, width, shape.out_bias),
+        *norm("mlp_norm"),
+        *linear("mlp.gate_up" if shape.gated else "mlp.up", up, h, shape.mlp_bias),
+        *linear("mlp.down", h, shape.ffn, shape.mlp_bias),
+    ]
+
+
+def _spans(
+    name: str, logical: tuple[int, ...], piece: str, shape: ModelShape, tp: int, rank: int, multiple: int
+) -> tuple[tuple[Span, ...], int, int] | None:
+    """What a rank holds along the cut dimension: its spans, rows of padding, elements of one row. None: all of it."""
+    module, _, leaf = name.rpartition(".")
+    prefix = "layers.0." if piece == "layer" else f"{piece}."
+    cut = cut_of(tensor_plan(shape, multiple), prefix + module)
+    rest = logical[1] if len(logical) > 1 else 1
+    if isinstance(cut, Vocab):
+        share = padded_vocab(logical[0], tp, multiple) // tp
+        return (Span(0, share),), 0, rest
+    if isinstance(cut, Column):
+        return column_spans(cut, logical[0], tp, rank), 0, rest
+    if isinstance(cut, Row) and leaf == "weight":
+        return row_spans(logical[1], tp, rank), 0, logical[0]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def piece_parameters(
+    shape: ModelShape, piece: str, tp: int = 1, sequence_parallel: bool = False, vocab_multiple: int = 1
+) -> tuple[LocalParameter, ...]:
+    """A piece's parameters as every tp rank holds them (all hold equally many elements).
+
+    Args:
+        piece: "embed", "layer" or "head".
+        sequence_parallel: uncut parameters then see only a slice of the sequence: their gradients are partial.
+    """
+    found = []
+    for name, logical in logical_parameters(shape, piece):
+        held = _spans(name, logical, piece, shape, tp, 0, vocab_multiple)
+        if held is None:
+            numel = 1
+            for extent in logical:
+                numel *= extent
+            partial = ((0, numel, tp),) if sequence_parallel and tp > 1 else ()
+        else:
+            spans, padding, row = held
+            begin, stretches = 0, []
+            for span in spans:
+                end = begin + (span.stop - span.start) * row
+                if span.partial:
+                    stretches.append((begin, end, span.copies))
+                begin = end
+            numel, partial = begin + padding * row, tuple(stretches)
+        found.append(LocalParameter(name, numel, partial))
+    return tuple(found)
+
+
+def count(shape: ModelShape, tp: int = 1) -> int:
+    """Elements of the whole model, the same at every tp: what is held by several ranks counts once."""
+    total = 0
+    for piece, times in (("embed", 1), ("layer", shape.layers), ("head", 1)):
+        for name, logical in logical_parameters(shape, piece):
+            if name == "lm_head.weight" and shape.tied:
+                continue
+            held = [_spans(name, logical, piece, shape, tp, rank, 1) for rank in range(tp)]
+            numel = 1
+            for extent in logical:
+                numel *= extent
+            if held[0] is not None and "tokens" not in name and "lm_head" not in name:
+                numel = sum(
+                    (span.stop - span.start) * row
+                    for spans, _, row in (h for h in held if h is not None)
+                    for span in spans
+                    if span.counted
+                )
+            total += times * numel
+    return total
+
+
+def stage_pieces(job: Job, stage: int) -> list[list[LocalParameter]]:
+    """The parameters of a virtual stage, piece by piece: the embedding on the first, the head on the last."""
+    shape, tp = job.shape, job.layout.tp
+
+    def piece(name: str) -> list[LocalParameter]:
+        return list(piece_parameters(shape, name, tp, job.slices_sequence, job.vocab_multiple))
+
+    pieces = [piece("layer") for _ in job.layers_of(stage)]
+    tied = shape.tied and job.layout.pp > 1
+    if stage == 0:
+        pieces.insert(0, _mark(piece("embed"), "tokens.weight", tied=tied))
+    if stage == job.stages - 1:
+        shared = shape.tied and not job.tied_apart
+        pieces.append(_mark(piece("head"), "lm_head.weight", tied=tied, shared=shared))
+    return pieces
+
+
+def _mark(parameters: list[LocalParameter], name: str, *, tied: bool, shared: bool = False) -> list[LocalParameter]:
+    return [LocalParameter(p.name, p.numel, p.partial, tied, shared) if p.name == name else p for p in parameters]
+
+
+def rank_parameters(job: Job, pp: int) -> int:
+    """Elements a rank computes with: its stages' parameters, vocabulary padding included, a shared tensor once."""
+    return sum(
+        p.numel for stage in job.stages_of(pp) for piece in stage_pieces(job, stage) for p in piece if not p.shared
+    )

@@ -15,10 +15,10 @@ HOUSE = Path(__file__).parent.parent / "hybridlab"
 
 # From the ground up. A module or package may import its own floor (but never in a circle) and those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "schedule", "shapes", "report", "cuts", "exchange"),
+    ("errors", "schedule", "shapes", "report", "cuts", "exchange", "packing"),
     ("plan",),
     ("config", "models", "data"),
-    ("mesh", "comm", "ledger", "buckets", "deferred", "gradients", "packing", "placement"),
+    ("mesh", "comm", "ledger", "buckets", "deferred", "gradients", "placement"),
     ("parallel",),
     ("optim", "engine", "checkpoint", "logical"),
     ("launch", "rehearse"),

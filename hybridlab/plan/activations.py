@@ -120,7 +120,7 @@ def layer_table(job: Job, profile: Profile) -> list[tuple[Saved, float]]:
     return [(row, row_bytes(row, job)) for row in kept]
 
 
-# ---- other people's programs -------------------------------------------------------------------------------------------
+# ---- other people's programs ---------------------------------------------------------------------------------------
 
 _INPUT = (Saved("layer", "input", "hidden", "whole"),)
 

@@ -2,7 +2,8 @@
 
 The same packing as the engine's (`hybridlab.packing`): parameters of a model chunk in reverse order of registration, a
 bucket closed when the next parameter would overfill it; at ZeRO-3 a bucket per piece, and one for the parameters too
-small to be worth gathering each time. From stage 1 on a bucket is padded so that the data-parallel ranks own equal slices.
+small to be worth gathering each time. From stage 1 on a bucket is padded so that the data-parallel ranks own equal
+slices.
 """
 
 from __future__ import annotations

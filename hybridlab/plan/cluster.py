@@ -1,10 +1,10 @@
 """Clusters as data: what a card can compute and hold, and how fast each kind of cable is.
 
 Rates are *achieved* ones where a figure is known to be achievable in practice (links: what nccl-tests calls bus
-bandwidth), and data-sheet peaks for dense matrix products, since model-FLOPs utilisation is defined against the peak. How
-much of the peak a matrix product reaches depends on its width; `Device.efficiency` says how.
+bandwidth), and data-sheet peaks for dense matrix products, since model-FLOPs utilisation is defined against the peak.
+How much of the peak a matrix product reaches depends on its width; `Device.efficiency` says how.
 
-A file has the same fields as `Cluster.to_json` prints; `hybridlab doctor --measure` writes one for the machine it runs on.
+A file has the same fields as `Cluster.to_json` prints; `hybridlab doctor --measure` writes one for its own machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Device:
     half_width: float
 
     def efficiency(self, width: float) -> float:
-        """Share of peak FLOP/s that a matrix product of this smallest dimension reaches: w/(w + half_width) of the best."""
+        """Share of the peak that a matrix product of this smallest dimension reaches: best·w/(w + half_width)."""
         return self.best_efficiency * width / (width + self.half_width)
 
 

@@ -5,9 +5,9 @@ input's gradient, one for the weight's. Attention is counted in full, as if no s
 convention of the published tables (causal kernels do about half of it). Norms, activations and the embedding lookup are
 left out: they are memory traffic, not matrix products.
 
-*Model* FLOPs are those of the mathematics; *hardware* FLOPs also count what recomputation does again. MFU and HFU divide
-them by what the cards could do at their peak in the same time (PaLM, arXiv:2204.02311, App. B; Korthikanti et al.,
-arXiv:2205.05198, Eq. 7 to 9).
+*Model* FLOPs are those of the mathematics; *hardware* FLOPs also count what recomputation does again. MFU and HFU
+divide them by what the cards could do at their peak in the same time (PaLM, arXiv:2204.02311, App. B; Korthikanti et
+al., arXiv:2205.05198, Eq. 7 to 9).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def paper_selective_flops(shape: ModelShape, sequence: int, sequences: int) -> i
 
 
 def flops_per_token(parameters: int, layers: int, hidden: int, sequence: int) -> int:
-    """6N + 12Lhs: the shortcut of PaLM's appendix B, used by MosaicML's and torchtitan's tables. Forward and backward."""
+    """6N + 12Lhs, forward and backward: the shortcut of PaLM's appendix B, as in MosaicML's and torchtitan's tables."""
     return 6 * parameters + 12 * layers * hidden * sequence
 
 
@@ -89,5 +89,5 @@ def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> f
 
 
 def training_days(flops_per_step_token: float, tokens: float, gpus: int, achieved_flops: float) -> float:
-    """Days to train on ``tokens`` tokens when each card achieves ``achieved_flops`` FLOP/s (arXiv:2104.04473, Table 2)."""
+    """Days to train on ``tokens`` tokens at ``achieved_flops`` FLOP/s on each card (arXiv:2104.04473, Table 2)."""
     return flops_per_step_token * tokens / (gpus * achieved_flops) / 86400

@@ -9,11 +9,11 @@ from __future__ import annotations
 GIB, TIB = 2**30, 2**40
 
 
-# ---- Megatron-LM ------------------------------------------------------------------------------------------------------
+# ---- Megatron-LM ---------------------------------------------------------------------------------------------------
 
 
 def megatron_parameters(layers: int, hidden: int, vocab: int, sequence: int) -> float:
-    """12Lh²(1 + 13/(12h) + (V+s)/(12Lh)): a GPT with tied embeddings, without its final norm (arXiv:2104.04473, Eq. 2)."""
+    """12Lh²(1 + 13/(12h) + (V+s)/(12Lh)): a tied GPT without its final norm (arXiv:2104.04473, Eq. 2)."""
     return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + sequence) / (12 * layers * hidden))
 
 
@@ -34,8 +34,8 @@ def bubble_over_ideal(stages: int, micro_batches: int, chunks: int = 1) -> float
 def zero_bubble_idle(stages: int, f: float, i: float, w: float) -> dict[str, float]:
     """Idle time of a stage in one step, in the units of f, i, w; without communication (arXiv:2401.10241, Table 2).
 
-    Here i is the gradient of the input, w of the weight, and a whole backward is i + w. Texts that write B for either of
-    them seem to contradict each other (deepseek-ai/DeepSeek-V3#724).
+    Here i is the gradient of the input, w of the weight, and a whole backward is i + w. Texts that write B for either
+    of them seem to contradict each other (deepseek-ai/DeepSeek-V3#724).
     """
     return {
         "1f1b": (stages - 1) * (f + i + w),
@@ -49,7 +49,7 @@ def distributed_optimizer_bytes(dp: int) -> float:
     return 6 + 12 / dp
 
 
-# ---- ZeRO and its descendants -----------------------------------------------------------------------------------------
+# ---- ZeRO and its descendants --------------------------------------------------------------------------------------
 
 
 def zero_volume(stage: int) -> int:
@@ -83,7 +83,7 @@ def zero_offload_bytes(gradients_on_host: bool, optimizer_on_host: bool) -> int:
     return 2 + (0 if gradients_on_host else 2) + (0 if optimizer_on_host else 12)
 
 
-# ---- DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero*_model_states_mem_needs) ----------------------------
+# ---- DeepSpeed's estimators (deepspeed/runtime/zero, estimate_zero*_model_states_mem_needs) ------------------------
 
 
 def deepspeed_zero2(parameters: float, gpus: int, *, offload: bool, buffer: float = 1.5) -> tuple[float, float]:
@@ -121,5 +121,5 @@ def deepspeed_zero3(
 
 
 def pipedream_warmup(stages: int) -> int:
-    """Micro-batches admitted at the first stage before its first backward, one machine a stage (arXiv:1806.03377 §3.3)."""
+    """Micro-batches admitted before the first backward, one machine a stage (arXiv:1806.03377 §3.3)."""
     return stages

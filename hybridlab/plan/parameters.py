@@ -1,10 +1,10 @@
 """Which parameters a rank holds, and how many elements of each: the model's pieces in the engine's order.
 
-A model is a chain of pieces: "embed", its layers, "head". Tensor parallelism cuts some parameters of a piece by the same
-rules the engine uses (`hybridlab.cuts`): matrices by columns or rows, the vocabulary with padding, key/value heads fewer
-than ranks held by several of them. What it does not cut (norms, biases added after a sum, position tables) every rank
-holds whole: in memory it counts tp times, in the model's size once (the two published sizes of GPT-NeoX-20B differ by
-exactly this: 20,556,201,984 counts norms and biases of both tp ranks, 20,554,567,680 is the model).
+A model is a chain of pieces: "embed", its layers, "head". Tensor parallelism cuts some parameters of a piece by the
+rules the engine uses (`hybridlab.cuts`): matrices by columns or rows, the vocabulary with padding, key/value heads
+fewer than ranks held by several of them. What it does not cut (norms, biases added after a sum, position tables) every
+rank holds whole: in memory it counts tp times, in the model's size once (the two published sizes of GPT-NeoX-20B differ
+by exactly this: 20,556,201,984 counts norms and biases of both tp ranks, 20,554,567,680 is the model).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ by the data-parallel degree (Rajbhandari et al., ZeRO, arXiv:1910.02054 §3.1 an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hybridlab.plan.buckets import Bucket, all_buckets, lay_out, share
 from hybridlab.plan.job import Job
@@ -46,7 +47,7 @@ PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(4, 4, 0, 4),
     "fp64": Precision(8, 8, 0, 8),
 }
-"""What the engine does: gradients are accumulated and reduced in fp32, 18 bytes a parameter with Adam (as Megatron-LM)."""
+"""What the engine does: 16-bit runs accumulate and reduce gradients in fp32, 18 bytes a parameter with Adam."""
 
 PAPER_PROFILES: dict[str, Precision] = {
     "zero": Precision(2, 2, 4, 4),
@@ -77,7 +78,7 @@ def largest_model(memory_bytes: float, dp: int, mp: int, stage: int, precision: 
     return mp * memory_bytes / per_parameter
 
 
-# ---- what the engine allocates -----------------------------------------------------------------------------------------
+# ---- what the engine allocates -------------------------------------------------------------------------------------
 
 
 def device_states(job: Job, pp: int) -> dict[str, int]:
@@ -107,8 +108,8 @@ def device_states(job: Job, pp: int) -> dict[str, int]:
 def host_states(job: Job, pp: int) -> dict[str, int]:
     """Long-lived bytes in host memory of one rank, by category.
 
-    Optimizer offload keeps master weights, a landing place for gradients, and the optimizer's states there (16 bytes per
-    owned parameter with Adam); parameter offload the shards of the weights.
+    Optimizer offload keeps master weights, a landing place for gradients, and the optimizer's states there (16 bytes
+    per owned parameter with Adam); parameter offload the shards of the weights.
     """
     numbers, zero = PRECISIONS[job.precision], job.zero
     found = categories()
@@ -126,8 +127,8 @@ def host_states(job: Job, pp: int) -> dict[str, int]:
 def transient_gradients(job: Job, pp: int) -> int:
     """Most bytes of whole gradient buckets alive at once beside the persistent ones.
 
-    Scattered every micro-batch: one bucket fills while the one before is under way. Accumulated first: all of them, from
-    the first backward to the step's end. Stages 0 and 1 have none: theirs are persistent.
+    Scattered every micro-batch: one bucket fills while the one before is under way. Accumulated first: all of them,
+    from the first backward to the step's end. Stages 0 and 1 have none: theirs are persistent.
     """
     zero, width = job.zero, PRECISIONS[job.precision].gradient
     if zero.stage < 2:
@@ -137,7 +138,7 @@ def transient_gradients(job: Job, pp: int) -> int:
     most = 0
     for chunk in lay_out(job, pp):
         sizes = [bucket.numel for bucket in chunk if not bucket.late]
-        most = max([most, *(a + b for a, b in zip(sizes, sizes[1:])), *sizes[:1]])
+        most = max([most, *(a + b for a, b in pairwise(sizes)), *sizes[:1]])
     return width * most
 
 
@@ -150,7 +151,7 @@ def gathered_weights(job: Job, pp: int) -> int:
     for chunk in lay_out(job, pp):
         units = [_unit(chunk, index) for index in sorted({b.piece for b in chunk if b.piece >= 0})]
         tied = sum(b.numel for b in chunk if b.tied)
-        pairs = [a + b for a, b in zip(units, units[1:])] if job.zero.prefetch else []
+        pairs = [a + b for a, b in pairwise(units)] if job.zero.prefetch else []
         most = max([most, *pairs, *units]) + tied if units else max(most, tied)
     return width * most
 

@@ -9,7 +9,7 @@ dp            ZeRO-3: 2 gathers of the weights, 1 scatter of their gradients; Ze
               scattering every micro-batch: 1 scatter                                    1, 2: scatter, gather weights
 pp            one activation forward, its gradient back, at each boundary
 embedding                                                                                the tied gradient, summed
-host          parameter offload: weight shards up before each gather                     offload: gradients down, weights up
+host          parameter offload: weight shards up before each gather                     gradients down, weights up
 ============  =========================================================================  ===============================
 
 Sources: Megatron-LM, arXiv:1909.08053 §3; sequence parallelism, arXiv:2205.05198 §4.2.2 (with the inputs of column-cut
@@ -69,7 +69,7 @@ def traffic_report(job: Job, ranks: list[int] | None = None) -> TrafficReport:
     return TrafficReport("plan", tuple(rank_traffic(job, rank) for rank in chosen))
 
 
-# ---- one function a group ---------------------------------------------------------------------------------------------
+# ---- one function a group ------------------------------------------------------------------------------------------
 
 
 def tensor_parallel(job: Job, pp: int, tally: Tally) -> None:
@@ -107,7 +107,7 @@ def tensor_parallel(job: Job, pp: int, tally: Tally) -> None:
 
 
 def activation_bytes(job: Job) -> int:
-    """The message between pipeline stages: [b, s, h], or [b, s/tp, h] under sequence parallelism, in the compute dtype."""
+    """The message between stages: [b, s, h], or [b, s/tp, h] under sequence parallelism, in the compute dtype."""
     positions = job.sequence_length // job.layout.tp if job.slices_sequence else job.sequence_length
     return job.micro_batch_size * positions * job.shape.hidden * PRECISIONS[job.precision].weight
 
@@ -143,7 +143,7 @@ def data_parallel(job: Job, pp: int, tally: Tally) -> None:
 
 
 def gathers(job: Job, pp: int, chunk: int, bucket: Bucket) -> int:
-    """How often a micro-batch gathers a bucket at ZeRO-3: before forward and before backward of each piece that uses it.
+    """How often a micro-batch gathers a bucket at ZeRO-3: before forward and backward of each piece that uses it.
 
     When layers are recomputed in groups, all of a group but its last are gathered a third time, to be run again.
     """

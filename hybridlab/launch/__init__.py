@@ -8,7 +8,7 @@ run            `launch`: a function on a Cluster, or under torchrun as the rank 
 torchrun       recognise torchrun's ranks and join their group
 context        inside a rank: its number, its device, what it keeps, its reports
 failure        `RankError`: which error is the cause, and how it is told
-exchange       wait for the ranks' answers: deadlines, interrupts, verdicts
+answers        wait for the ranks' answers: deadlines, interrupts, verdicts
 team           one generation of processes, and what comes out of them
 worker         what runs in a rank
 channel        messages between driver and rank

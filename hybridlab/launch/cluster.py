@@ -18,10 +18,10 @@ import torch
 from hybridlab.errors import UserError
 from hybridlab.launch import channel as messages
 from hybridlab.launch import context, rendezvous, shipping
-from hybridlab.launch.exchange import Exchange, OnReport
+from hybridlab.launch.answers import Answers, OnReport
 from hybridlab.launch.failure import Failure, failed
 from hybridlab.launch.output import Mode, Printer, check_mode
-from hybridlab.launch.processes import start_method
+from hybridlab.launch.processes import check_room, start_method
 from hybridlab.launch.team import Died, Printed, Team
 from hybridlab.launch.torchrun import under_torchrun
 
@@ -102,6 +102,15 @@ class Cluster:
         team = self._team
         return team.pids if team is not None and not team.ended else []
 
+    @property
+    def preload(self) -> dict[str, Any]:
+        """What the running ranks found loaded: ``preloaded`` (on all of them), ``preload_failures`` {module: error}."""
+        hellos = list(self._team.hello.values()) if self._team is not None else []
+        return {
+            "preloaded": bool(hellos) and all(hello["preloaded"] for hello in hellos),
+            "preload_failures": hellos[0]["preload_failures"] if hellos else {},
+        }
+
     def __enter__(self) -> Cluster:
         return self
 
@@ -156,9 +165,9 @@ class Cluster:
             team = self._ready_team()
             for rank in range(self._ranks):
                 team.send(rank, messages.CALL, len(call).to_bytes(8, "big"), call, own[rank])
-            exchange = Exchange(team, self._printer, messages.RESULT, seconds, quiet=self._quiet, on_report=on_report)
+            answers = Answers(team, self._printer, messages.RESULT, seconds, quiet=self._quiet, on_report=on_report)
             try:
-                return [shipping.loads(answer) for answer in exchange.answers()]
+                return [shipping.loads(answer) for answer in answers.collect()]
             except KeyboardInterrupt:
                 self._regroup = True
                 raise
@@ -247,12 +256,13 @@ class Cluster:
         for rank in range(self._ranks):
             team.send(rank, messages.REGROUP, prefix)
         try:
-            Exchange(team, self._printer, messages.READY, 10.0).answers()
+            Answers(team, self._printer, messages.READY, 10.0).collect()
         except Exception:
             return False
         return True
 
     def _new_team(self) -> Team:
+        check_room(self._ranks)
         if self._store is None:
             self._store = rendezvous.open_store()
         shared = {
@@ -264,6 +274,7 @@ class Cluster:
         team = self._team = Team(self._ranks, shared)
         self._finalizer = weakref.finalize(self, team.end)  # also at exit
         self._regroup = False
+        self._printer.restart()
         try:
             team.start()
         except BaseException as error:
@@ -271,10 +282,10 @@ class Cluster:
             if isinstance(error, OSError | EOFError) and (explained := _explain(error)) is not None:
                 raise explained from error
             raise
-        Exchange(
+        Answers(
             team, self._printer, messages.READY, START_SECONDS, during="while starting", quiet=self._quiet
-        ).answers()
-        _warn_if_slow(team)
+        ).collect()
+        _warn_if_slow(self.preload["preloaded"])
         return team
 
     def _prefix(self) -> str:
@@ -287,7 +298,7 @@ class Cluster:
 
 
 def _check_place() -> None:
-    if context.current() is not None:
+    if context.in_cluster():
         raise UserError(
             "this is a rank already, and a rank cannot start ranks of its own.",
             fix="make the Cluster outside the function that ranks run.",
@@ -336,10 +347,10 @@ def _explain(error: BaseException) -> UserError | None:
 _warned = False
 
 
-def _warn_if_slow(team: Team) -> None:
+def _warn_if_slow(preloaded: bool) -> None:
     """The forkserver says nothing when it could not preload: only the ranks can tell (see `preload`)."""
     global _warned
-    if _warned or start_method() != "forkserver" or all(hello["preloaded"] for hello in team.hello.values()):
+    if _warned or preloaded or start_method() != "forkserver":
         return
     _warned = True
     warnings.warn(

@@ -43,16 +43,22 @@ class RankState(SimpleNamespace):
 state = RankState()
 _current: Context | None = None
 _report: Callable[[Any], None] | None = None
+_of_cluster = False
 
 
 def _state() -> RankState:
     return state
 
 
-def enter(context: Context, report: Callable[[Any], None] | None) -> None:
-    """Say once per process who this rank is and where its reports go. For the worker and for torchrun."""
-    global _current, _report
-    _current, _report = context, report
+def enter(context: Context, report: Callable[[Any], None], *, of_cluster: bool) -> None:
+    """Say who this process is and where its reports go. For the worker and for torchrun."""
+    global _current, _report, _of_cluster
+    _current, _report, _of_cluster = context, report, of_cluster
+
+
+def in_cluster() -> bool:
+    """Is this process a rank that a `Cluster` started?"""
+    return _of_cluster
 
 
 def current() -> Context | None:

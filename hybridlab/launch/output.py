@@ -59,6 +59,12 @@ class Printer:
         self._left_out = [0] * ranks
         self.last: list[deque[str]] = [deque(maxlen=5) for _ in range(ranks)]  # for the message when a rank dies
 
+    def restart(self) -> None:
+        """Other ranks have taken the place of those that printed so far."""
+        self.finish()
+        for last in self.last:
+            last.clear()
+
     def feed(self, rank: int, data: bytes) -> None:
         self._take(rank, self._lines[rank].feed(data))
 

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from hybridlab.errors import UserError
 
 PRELOAD = "hybridlab.launch.preload"
 _lock = threading.Lock()
+_DESCRIPTORS_EACH = 7  # of the driver: four pipes, the process's two, one to spare
+_DESCRIPTORS_MORE = 32  # for the rank that is just being started, the forkserver, the store
 
 
 def start_method() -> str:
@@ -35,6 +38,18 @@ def start_method() -> str:
             fix=f"one of {', '.join(sorted(usable))}.",
         )
     return wanted or ("forkserver" if "forkserver" in usable and sys.platform != "darwin" else "spawn")
+
+
+def check_room(ranks: int) -> None:
+    """Raises UserError when the limit on open files would be met on the way: half-started ranks are hard to explain."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    used = len(os.listdir("/dev/fd"))
+    needed = _DESCRIPTORS_EACH * ranks + _DESCRIPTORS_MORE
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise UserError(
+            f"{ranks} ranks need about {needed} more open files; of the {limit} allowed, {used} are in use.",
+            fix="raise `ulimit -n`, or use fewer ranks.",
+        )
 
 
 def warm_up() -> None:

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from hybridlab.errors import UserError
 from hybridlab.launch import context
+from hybridlab.launch.answers import OnReport
 from hybridlab.launch.cluster import Cluster
-from hybridlab.launch.exchange import OnReport
 from hybridlab.launch.failure import Failure, RemoteError, failed
 from hybridlab.launch.output import Mode
 from hybridlab.launch.torchrun import join_torchrun, torchrun_world, under_torchrun
@@ -40,7 +40,7 @@ def launch(
     Raises UserError when ``ranks`` and torchrun's WORLD_SIZE differ; otherwise as `Cluster.run`.
     """
     if not under_torchrun():
-        if context.current() is None and os.environ.get("TORCHELASTIC_RUN_ID"):
+        if not context.in_cluster() and os.environ.get("TORCHELASTIC_RUN_ID"):
             join_torchrun(timeout, backend)  # says which variable is missing
         with Cluster(
             DEFAULT_RANKS if ranks is None else ranks, backend=backend, timeout=timeout, output=output, threads=threads
@@ -56,7 +56,7 @@ def launch(
         )
     try:
         here = join_torchrun(timeout, backend)
-        context.enter(here, lambda value: on_report(here.rank, value) if on_report is not None else None)
+        context.enter(here, lambda value: on_report and on_report(here.rank, value), of_cluster=False)
         return [fn(*args, **kwargs)]
     except UserError:
         if int(os.environ["RANK"]) > 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybridlab.launch.frames import Frame, is_foreign, is_ours, place
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x([0-9a-f]+)|Stack \(most recent)")  # "Stack": of a crash
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _COLLECTIVE_FILES = ("distributed_c10d.py", "_functional_collectives.py")
 _WAITS = re.compile(
@@ -42,7 +42,7 @@ def parse(dump: str, main_thread: int) -> Doing | None:
     frames: list[Frame] = []
     for line in dump.splitlines():
         if head := _THREAD.match(line):
-            frames = threads.setdefault(int(head[1], 16), [])
+            frames = threads.setdefault(int(head[1] or "0", 16), [])
             frames.clear()  # two dumps in the pipe: the later one counts
         elif entry := _FRAME.match(line):
             frames.append(Frame(entry[1], int(entry[2]), entry[3]))

@@ -119,7 +119,7 @@ class Team:
     def start(self) -> None:
         """Start the processes; they say HELLO and then READY. Raises OSError when the system refuses more of them."""
         environment = dict(os.environ)
-        context = multiprocessing.get_context(start_method())
+        context: Any = multiprocessing.get_context(start_method())
         with starting():
             for rank in range(self.size):
                 link = _Link(rank)
@@ -168,6 +168,9 @@ class Team:
             said = list(self._said(link))
             yield from self._printed(link)
             yield from said
+            if not died and not self._listening(link):
+                link.process.join(1.0)  # its end is closed: the system is about to say how it ended
+                died = link.process.exitcode is not None
             if died:
                 self._forget(link)
                 yield Died(link.rank, link.process.exitcode)
@@ -241,15 +244,18 @@ class Team:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _flush(self, link: _Link) -> None:
-        if link.messages.closed or link.messages.fileno() not in self._selector.get_map():
+        if not self._listening(link):
             return
         link.outbox.flush(link.messages.fileno())
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
         self._selector.modify(link.messages.fileno(), events, link)
 
+    def _listening(self, link: _Link) -> bool:
+        return link.messages.fileno() in self._selector.get_map()
+
     def _said(self, link: _Link) -> Iterator[Event]:
         fd = link.messages.fileno()
-        if fd not in self._selector.get_map():
+        if not self._listening(link):
             return
         try:
             for kind, payload in link.inbox.read(fd):

@@ -17,7 +17,7 @@ _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def under_torchrun() -> bool:
     """Has torchrun (or what sets the same variables) started this process as a rank?"""
-    return context.current() is None and all(os.environ.get(name) for name in _GIVEN)
+    return not context.in_cluster() and all(os.environ.get(name) for name in _GIVEN)
 
 
 def torchrun_world() -> int:

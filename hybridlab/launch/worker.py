@@ -103,7 +103,7 @@ def _prepare(seat: Seat, channel: Channel, calls: _Interruptible) -> None:
         with calls.held_back():
             channel.send(messages.REPORT, payload)
 
-    context.enter(context.Context(seat.rank, seat.world, seat.rank, device), report)
+    context.enter(context.Context(seat.rank, seat.world, seat.rank, device), report, of_cluster=True)
 
 
 def _serve(kind: bytes, payload: bytearray, seat: Seat, channel: Channel, calls: _Interruptible) -> None:

@@ -25,7 +25,7 @@ GIVE_UP = 0.5  # seconds that an interrupted rank has to come back; after that i
 OnReport = Callable[[int, Any], None]
 
 
-class Exchange:
+class Answers:
     """Collects one answer of a kind from each rank.
 
     Args:
@@ -61,7 +61,7 @@ class Exchange:
         self._failures: list[Failure] = []
         self._last_sign = time.monotonic()
 
-    def answers(self) -> list[bytearray]:
+    def collect(self) -> list[bytearray]:
         """One payload per rank.
 
         Raises RankError (or the rank's own UserError) when a rank raised, died or gave no answer, and KeyboardInterrupt

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
-from hybridlab.cuts import Column, Row, Span, Vocab, column_spans, cut_of, padded_vocab, row_spans, tensor_plan
+from hybridlab.cuts import Column, Row, Span, Vocab, column_spans, cut_of, row_spans, tensor_plan, vocab_spans
+from hybridlab.shapes.shape import embed_parameters, head_parameters, layer_parameters
 
 if TYPE_CHECKING:
     from hybridlab.plan.job import Job
@@ -40,36 +42,15 @@ class LocalParameter:
 
 
 def logical_parameters(shape: ModelShape, piece: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and logical shapes of a piece ("embed", "layer", "head"), in order of registration.
+    """Names within a piece ("embed", "layer", "head") and logical shapes, in order of registration.
 
-    Fused projections as the engine has them: q, k, v in one matrix, gate and up in one.
+    The head's output matrix is listed for tied models too: on a last stage apart from the first it is a second copy.
     """
-    h, width = shape.hidden, shape.heads * shape.head_dim
-    qkv = width + 2 * shape.kv_heads * shape.head_dim
-    up = 2 * shape.ffn if shape.gated else shape.ffn
-
-    def norm(name: str) -> list[tuple[str, tuple[int, ...]]]:
-        bias = [(f"{name}.bias", (h,))] if shape.norm == "layernorm" else []
-        return [(f"{name}.weight", (h,)), *bias]
-
-    def linear(name: str, out: int, into: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
-        return [(f"{name}.weight", (out, into)), *([(f"{name}.bias", (out,))] if bias else [])]
-
-    if piece == "embed":
-        found = [("tokens.weight", (shape.vocab, h))]
-        if shape.position_rows:
-            found.append(("positions.weight", (shape.position_rows, h)))
-        return found + (norm("norm") if shape.embedding_norm else [])
-    if piece == "head":
-        return [*norm("norm"), ("lm_head.weight", (shape.vocab, h))]
-    return [
-        *norm("attention_norm"),
-        *linear("attention.qkv", qkv, h, shape.qkv_bias),
-        *linear("attention.out", h, width, shape.out_bias),
-        *norm("mlp_norm"),
-        *linear("mlp.gate_up" if shape.gated else "mlp.up", up, h, shape.mlp_bias),
-        *linear("mlp.down", h, shape.ffn, shape.mlp_bias),
-    ]
+    listed = {"embed": embed_parameters, "layer": layer_parameters, "head": head_parameters}[piece](shape)
+    found = [(p.name.removeprefix(f"{piece}."), p.shape) for p in listed]
+    if piece == "head" and shape.tied:
+        found.append(("lm_head.weight", (shape.vocab, shape.hidden)))
+    return found
 
 
 def _spans(
@@ -81,8 +62,8 @@ def _spans(
     cut = cut_of(tensor_plan(shape, multiple), prefix + module)
     rest = logical[1] if len(logical) > 1 else 1
     if isinstance(cut, Vocab):
-        share = padded_vocab(logical[0], tp, multiple) // tp
-        return (Span(0, share),), 0, rest
+        spans, padding = vocab_spans(logical[0], tp, rank, multiple)
+        return spans, padding, rest
     if isinstance(cut, Column):
         return column_spans(cut, logical[0], tp, rank), 0, rest
     if isinstance(cut, Row) and leaf == "weight":
@@ -104,9 +85,7 @@ def piece_parameters(
     for name, logical in logical_parameters(shape, piece):
         held = _spans(name, logical, piece, shape, tp, 0, vocab_multiple)
         if held is None:
-            numel = 1
-            for extent in logical:
-                numel *= extent
+            numel = prod(logical)
             partial = ((0, numel, tp),) if sequence_parallel and tp > 1 else ()
         else:
             spans, padding, row = held
@@ -128,17 +107,13 @@ def count(shape: ModelShape, tp: int = 1) -> int:
         for name, logical in logical_parameters(shape, piece):
             if name == "lm_head.weight" and shape.tied:
                 continue
-            held = [_spans(name, logical, piece, shape, tp, rank, 1) for rank in range(tp)]
-            numel = 1
-            for extent in logical:
-                numel *= extent
-            if held[0] is not None and "tokens" not in name and "lm_head" not in name:
-                numel = sum(
-                    (span.stop - span.start) * row
-                    for spans, _, row in (h for h in held if h is not None)
-                    for span in spans
-                    if span.counted
-                )
+            numel = 0
+            for rank in range(tp):
+                held = _spans(name, logical, piece, shape, tp, rank, 1)
+                if held is None:
+                    numel = prod(logical)
+                else:
+                    numel += sum((span.stop - span.start) * held[2] for span in held[0] if span.counted)
             total += times * numel
     return total
 

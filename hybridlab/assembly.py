@@ -6,7 +6,7 @@ The order of application, each step on what the one before left:
 2. tensor parallelism cuts its layers (`parallel.tensor`), so shapes become this rank's;
 3. its pieces are dealt to pipeline stages, this rank keeps its chunks (`parallel.pipeline`);
 4. recomputation and ZeRO-3's borrowing wrap the pieces (`parallel.recompute`, `parallel.zero.stage3`);
-5. the data-parallel strategy, plain or ZeRO, lays parameters in buckets and gives them memory (`parallel.data`, `.zero`);
+5. the data-parallel strategy, plain or ZeRO, packs parameters in buckets with memory (`parallel.data`, `.zero`);
 6. values are drawn parameter by parameter from (seed, name), the same at every layout.
 """
 

@@ -22,7 +22,7 @@ from hybridlab.comm import Pending
 from hybridlab.ledger import Ledger
 from hybridlab.mesh import Group
 from hybridlab.packing import pack, padded
-from hybridlab.placement import Interval, placement_of
+from hybridlab.placement import Interval, place, placement_of
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Shard:
 
     def write_back(self) -> None:
         """Round the updated master weights into the compute dtype."""
-        if self.weights.data_ptr() != self.master.data_ptr() or self.weights.dtype != self.master.dtype:
+        if not same_memory(self.weights, self.master):
             self.weights.copy_(self.master)
 
 
@@ -132,6 +132,7 @@ class Replica(ABC):
         self.chunks: list[list[Bucket]] = []
         self.shards: list[Shard] = []
         self._home: dict[int, tuple[Bucket, Slot]] = {}
+        self._living: dict[nn.Parameter, nn.Parameter] = {}
         self._next: list[int] = []
         self._late: list[Bucket] = []
         self._chunk = 0
@@ -145,36 +146,54 @@ class Replica(ABC):
         return self.group.size
 
     def add_chunk(self, chunk: nn.Module) -> None:
-        """Take over a chunk's parameters. They are on the meta device and come to life here, uninitialised.
+        """Take over a chunk. Its parameters are on the meta device and come to life here, uninitialised.
 
         A tied weight that an earlier chunk brought already (first and last stage on one rank) is truly shared: its
         gradients come from two chunks, so its bucket is sent only when all backwards are over.
         """
         for parameter in chunk.parameters():
-            if id(parameter) in self._home and self._home[id(parameter)][0] not in self._late:
-                self._send_late(self._home[id(parameter)][0])
+            if parameter in self._living:
+                self._send_late(self._home[id(self._living[parameter])][0])
         buckets = self.lay_out(chunk)
         self.chunks.append(buckets)
         self._next.append(0)
         for bucket in buckets:
+            shard = self.materialize(bucket)
             for slot in bucket.slots:
-                self._home[id(slot.parameter)] = (bucket, slot)
-                slot.parameter.on_gradient = self.on_gradient  # type: ignore[attr-defined]
-            self.shards.append(self.materialize(bucket))
-        for shard in self.shards[-len(buckets) :]:
-            shard.intervals = shard.bucket.intervals(shard.begin, shard.end)
-        for bucket in buckets:
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._autograd_hook)
+                self._awaken(bucket, slot)
+            shard.intervals = bucket.intervals(shard.begin, shard.end)
+            self.shards.append(shard)
+        for module in chunk.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, self._living[parameter])
+
+    def _awaken(self, bucket: Bucket, slot: Slot) -> None:
+        """A living parameter in place of the one on the meta device, which cannot leave it."""
+        asleep = slot.parameter
+        parameter = nn.Parameter(self.stand_in(bucket, slot), requires_grad=asleep.requires_grad)
+        place(parameter, placement_of(asleep))
+        parameter.tied = is_tied(asleep)  # type: ignore[attr-defined]
+        parameter.on_gradient = self.on_gradient  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(self._autograd_hook)
+        if bucket.gradients is not None and self.numbers.gradient == self.numbers.compute:
+            parameter.grad = slot.view(bucket.gradients)  # autograd adds straight into the bucket
+        slot.parameter = self._living[asleep] = parameter
+        self._home[id(parameter)] = (bucket, slot)
+
+    def stand_in(self, bucket: Bucket, slot: Slot) -> Tensor:
+        """What a parameter shows between steps: its part of the bucket's weights."""
+        assert bucket.weights is not None
+        return slot.view(bucket.weights)
 
     def _send_late(self, bucket: Bucket) -> None:
-        for buckets in self.chunks:
-            buckets[:] = [b for b in buckets if b is not bucket]
-        self._late.append(bucket)
+        if bucket not in self._late:
+            for buckets in self.chunks:
+                buckets[:] = [b for b in buckets if b is not bucket]
+            self._late.append(bucket)
 
     def new_parameters(self, chunk: nn.Module) -> list[nn.Parameter]:
         """The chunk's parameters that no earlier chunk brought, in order of registration."""
-        return [p for p in chunk.parameters() if id(p) not in self._home]
+        return [p for p in chunk.parameters() if p not in self._living]
 
     def lay_out(self, chunk: nn.Module) -> list[Bucket]:
         """Reverse registration order; a tied weight in a bucket of its own, so that its copy elsewhere lies alike."""
@@ -188,20 +207,15 @@ class Replica(ABC):
         """Allocate what this rank keeps of a bucket and say which part of it the optimizer here updates."""
 
     def allocate_weights(self, bucket: Bucket) -> Tensor:
-        """The whole bucket in the compute dtype, its parameters views into it."""
+        """The whole bucket in the compute dtype."""
         bucket.weights = torch.zeros(bucket.numel, dtype=self.numbers.compute, device=self.device)
         self.ledger.own(bucket.weights, "weights")
-        for slot in bucket.slots:
-            adopt(slot.parameter, slot.view(bucket.weights))
         return bucket.weights
 
     def allocate_gradients(self, bucket: Bucket) -> Tensor:
-        """The whole bucket's gradients. Autograd adds straight into it when the dtypes agree."""
+        """The whole bucket's gradients, kept from step to step."""
         bucket.gradients = torch.zeros(bucket.numel, dtype=self.numbers.gradient, device=self.device)
         self.ledger.own(bucket.gradients, "gradients")
-        if self.numbers.gradient == self.numbers.compute:
-            for slot in bucket.slots:
-                slot.parameter.grad = slot.view(bucket.gradients)
         return bucket.gradients
 
     def make_master(self, weights: Tensor, *, elsewhere: bool = False) -> Tensor:
@@ -257,7 +271,7 @@ class Replica(ABC):
         gradient = parameter.grad
         if gradient is None:  # put off by an I action: the hook fires all the same
             return
-        if bucket.gradients is None or gradient.data_ptr() != slot.view(bucket.gradients).data_ptr():
+        if bucket.gradients is None or not same_memory(gradient, slot.view(bucket.gradients)):
             watch = self.ledger.watching
             if watch is not None:
                 watch.charge(gradient.untyped_storage(), "gradients", "device")
@@ -326,14 +340,9 @@ class Replica(ABC):
         yield from self._late
 
 
-def adopt(parameter: nn.Parameter, storage: Tensor) -> None:
-    """Let a parameter stand for a piece of a flat buffer, keeping what is attached to it."""
-    if parameter.is_meta:  # a tensor cannot leave the meta device by way of ``.data``
-        living = nn.Parameter(storage, requires_grad=parameter.requires_grad)
-        living.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, living)
-    else:
-        parameter.data = storage
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same place of the same storage. Fake tensors have no addresses to compare."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def is_tied(parameter: nn.Parameter) -> bool:

@@ -15,6 +15,7 @@ gloo accepts some things silently that give wrong numbers; they are stopped here
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hybridlab.ledger import MemoryWatch
 from hybridlab.mesh import Group
 
 # The names without "tensor" came with torch 2.13, where the older ones warn.
@@ -35,17 +37,47 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class Pending:
     """A message under way. `wait` returns its result; the buffers it reads or writes are held until then."""
 
-    def __init__(self, result: torch.Tensor, work: Any = None, held: torch.Tensor | None = None) -> None:
+    def __init__(self, result: torch.Tensor, work: Any = None, held: tuple[torch.Tensor, ...] = ()) -> None:
         self._result = result
         self._work = work
         self._held = held
+        self._watch: MemoryWatch | None = None
+        self._holders: list[int] = []
+
+    @staticmethod
+    def start(group: Group, launch: Callable[[], Any], result: torch.Tensor, *held: torch.Tensor) -> Pending:
+        """Launch a message. What a backend allocates for itself is not the engine's and is left out of the account."""
+        watch = group.ledger.watching
+        if watch is None:
+            return Pending(result, launch(), held)
+        holders = [tensor._use_count() for tensor in held]
+        with watch.paused():
+            pending = Pending(result, launch(), held)
+        pending._watch, pending._holders = watch, holders
+        return pending
 
     def wait(self) -> torch.Tensor:
         """Block until the message is complete (on CUDA: until the current stream may use the result)."""
         if self._work is not None:
-            self._work.wait()
-            self._work = self._held = None
+            if self._watch is None:
+                self._work.wait()
+                self._work = None
+            else:
+                self._wait_watched(self._watch)
+            self._held = ()
         return self._result
+
+    def _wait_watched(self, watch: MemoryWatch) -> None:
+        """Give the backend's thread, done but not yet gone, a moment to drop its references, so that buffers die at the
+        same moment in every run."""
+        with watch.paused():
+            self._work.wait()
+        self._work = None
+        for tensor, before in zip(self._held, self._holders):
+            for _ in range(1000):
+                if tensor._use_count() <= before:
+                    break
+                time.sleep(1e-5)
 
 
 class Disagreement(RuntimeError):
@@ -85,8 +117,12 @@ def all_reduce_async(tensor: torch.Tensor, group: Group, operation: str = "sum")
     tensor = tensor.detach().contiguous()
     Handshake.compare(f"all_reduce {operation}", tensor, group)
     group.ledger.sent("all_reduce", group.name, group.size, tensor.nbytes, tensor.dtype)
-    work = dist.all_reduce(tensor, _OPERATIONS[operation], group=group.process_group, async_op=True)
-    return Pending(tensor, work)
+    return Pending.start(
+        group,
+        lambda: dist.all_reduce(tensor, _OPERATIONS[operation], group=group.process_group, async_op=True),
+        tensor,
+        tensor,
+    )
 
 
 def all_gather_async(shard: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
@@ -100,13 +136,14 @@ def all_gather_async(shard: torch.Tensor, group: Group, out: torch.Tensor | None
     if out is None:
         out = shard.new_empty((group.size * shard.shape[0], *shard.shape[1:]))
     if group.size == 1:
-        if out.data_ptr() != shard.data_ptr():
+        if out.untyped_storage()._cdata != shard.untyped_storage()._cdata:
             out.copy_(shard)
         return Pending(out)
     Handshake.compare("all_gather", shard, group)
     group.ledger.sent("all_gather", group.name, group.size, out.nbytes, out.dtype)
-    work = _all_gather(out, shard, group=group.process_group, async_op=True)
-    return Pending(out, work, shard)
+    return Pending.start(
+        group, lambda: _all_gather(out, shard, group=group.process_group, async_op=True), out, out, shard
+    )
 
 
 def reduce_scatter_async(full: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
@@ -121,8 +158,9 @@ def reduce_scatter_async(full: torch.Tensor, group: Group, out: torch.Tensor | N
         out = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
     Handshake.compare("reduce_scatter", full, group)
     group.ledger.sent("reduce_scatter", group.name, group.size, full.nbytes, full.dtype)
-    work = _reduce_scatter(out, full, group=group.process_group, async_op=True)
-    return Pending(out, work, full)
+    return Pending.start(
+        group, lambda: _reduce_scatter(out, full, group=group.process_group, async_op=True), out, out, full
+    )
 
 
 def send_async(tensor: torch.Tensor, to: int, group: Group) -> Pending:
@@ -130,12 +168,12 @@ def send_async(tensor: torch.Tensor, to: int, group: Group) -> Pending:
     copy."""
     tensor = tensor.detach().contiguous()
     group.ledger.sent("send", group.name, 2, tensor.nbytes, tensor.dtype)
-    return Pending(tensor, dist.isend(tensor, to, group=group.process_group), tensor)
+    return Pending.start(group, lambda: dist.isend(tensor, to, group=group.process_group), tensor, tensor)
 
 
 def receive_async(buffer: torch.Tensor, source: int, group: Group) -> Pending:
     """Start receiving from global rank ``source`` into ``buffer``, whose shape and dtype must be the sender's."""
-    return Pending(buffer, dist.irecv(buffer, source, group=group.process_group))
+    return Pending.start(group, lambda: dist.irecv(buffer, source, group=group.process_group), buffer, buffer)
 
 
 # -- autograd conjugates (Megatron-LM, arXiv:1909.08053 §3, their f and g; with sequence parallelism arXiv:2205.05198

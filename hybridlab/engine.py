@@ -210,12 +210,17 @@ class Engine(Callbacks):
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One step on this rank's micro-batches."""
+        for micro_batch in micro_batches:
+            for ids in (micro_batch.tokens, micro_batch.targets):
+                if ids is not None:
+                    self.ledger.own(ids, "other")
         self._begin(micro_batches)
         self.replica.begin_step()
         self.executor.run(self._programme, micro_batches)
         with torch.no_grad(), self.ledger.category("other"):
-            self.replica.finish()
-            with self.ledger.during("step"):
+            with self.ledger.action("reduce"):
+                self.replica.finish()
+            with self.ledger.action("step"), self.ledger.during("step"):
                 result = self._update()
         self.step_number += 1
         return result
@@ -298,6 +303,11 @@ class Engine(Callbacks):
             shard.master.grad = None
             shard.write_back()
         self.replica.publish()
+
+    @property
+    def parameters(self) -> int:
+        """Elements this rank computes with, padding included: its part of the model before ZeRO deals it out."""
+        return sum(p.numel() for p in {id(p): p for chunk in self.chunks for p in chunk.parameters()}.values())
 
     def close(self) -> None:
         """Give the process groups back."""

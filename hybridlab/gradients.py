@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridlab import comm
 from hybridlab.buckets import Shard
 from hybridlab.mesh import Group, Mesh
+from hybridlab.placement import Interval
 
 
 def settle(shards: Sequence[Shard], mesh: Mesh) -> None:
@@ -26,18 +27,27 @@ def settle(shards: Sequence[Shard], mesh: Mesh) -> None:
     * key/value heads held by several ranks, each serving its own query heads: SUM over those ranks;
     * a tied embedding on first and last stage: SUM over the two.
     """
-    for copies, group in {mesh.kv.size: mesh.kv, mesh.tp.size: mesh.tp}.items():
-        if copies > 1:
-            _sum_together(list(_partial(shards, copies)), group)
+    for copies, group in owed_groups(mesh).items():
+        _sum_together([_gradient(s)[begin:end] for s in shards for begin, end in _partial(s.intervals, copies)], group)
     if mesh.embedding.size > 1:
         _sum_together([_gradient(s) for s in shards if s.bucket.tied], mesh.embedding)
 
 
-def _partial(shards: Sequence[Shard], copies: int) -> Iterator[Tensor]:
-    for shard in shards:
-        for part in shard.intervals:
-            if part.span.partial and part.span.copies == copies:
-                yield _gradient(shard)[part.begin : part.end]
+def owed_groups(mesh: Mesh) -> dict[int, Group]:
+    """The groups within which partial gradients are owed, by their number of copies."""
+    groups = {mesh.kv.size: mesh.kv, mesh.tp.size: mesh.tp}
+    return {copies: group for copies, group in groups.items() if copies > 1}
+
+
+def owed_elements(intervals: Sequence[Interval], copies: int) -> int:
+    """How many elements of a shard are owed a sum over ``copies`` ranks."""
+    return sum(end - begin for begin, end in _partial(intervals, copies))
+
+
+def _partial(intervals: Sequence[Interval], copies: int) -> Iterator[tuple[int, int]]:
+    for part in intervals:
+        if part.span.partial and part.span.copies == copies:
+            yield part.begin, part.end
 
 
 def _gradient(shard: Shard) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hybridlab.report import CATEGORIES
+from hybridlab.report import CATEGORIES, RankMemory, RankTraffic, Span, Traffic, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,6 @@ class Message:
     phase: str
 
 
-@dataclass(frozen=True)
-class Span:
-    """One timed action: ``label`` as in the schedule ("0F3": stage 0, forward, micro-batch 3), seconds since the step
-    began."""
-
-    label: str
-    start: float
-    end: float
-
-
-# What one rank sends, as a share of the payload S, in a group of n on a ring (Rabenseifner; NCCL's ring).
-_RING_SHARE = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "send": lambda n: 1.0,
-    "to_host": lambda n: 1.0,
-    "to_device": lambda n: 1.0,
-}
-
-
 @dataclass
 class Ledger:
     """What one rank did. Cheap when memory is not being watched: a line per message, a pair of clocks per action."""
@@ -82,19 +60,16 @@ class Ledger:
     # -- messages ------------------------------------------------------------
     def sent(self, operation: str, group: str, size: int, message_bytes: int, dtype: torch.dtype) -> None:
         """Record a message of ``message_bytes`` in a group of ``size`` ranks."""
-        ring = round(_RING_SHARE[operation](size) * message_bytes)
+        ring = ring_bytes(operation, size, message_bytes)
         name = str(dtype).removeprefix("torch.")
         self.messages.append(Message(operation, group, size, message_bytes, ring, name, self.phase))
 
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Totals by group: ``{group: {messages, message_bytes, ring_bytes}}``."""
-        totals: dict[str, dict[str, int]] = defaultdict(lambda: {"messages": 0, "message_bytes": 0, "ring_bytes": 0})
-        for message in self.messages:
-            entry = totals[message.group]
-            entry["messages"] += 1
-            entry["message_bytes"] += message.message_bytes
-            entry["ring_bytes"] += message.ring_bytes
-        return dict(totals)
+    def traffic(self) -> dict[str, Traffic]:
+        """Totals by group, of the step so far."""
+        totals: dict[str, Traffic] = {}
+        for m in self.messages:
+            totals[m.group] = totals.get(m.group, Traffic()) + Traffic(1, m.message_bytes, m.ring_bytes)
+        return totals
 
     def count(self, operation: str | None = None, group: str | None = None, phase: str | None = None) -> int:
         """How many messages match."""
@@ -116,15 +91,17 @@ class Ledger:
 
     # -- time ------------------------------------------------------------
     @contextmanager
-    def action(self, label: str) -> Iterator[None]:
-        """Time one action of the schedule."""
-        start = time.perf_counter()
+    def action(self, op: str, micro_batch: int = -1, stage: int = -1) -> Iterator[None]:
+        """Time one action, named as in the schedule: F, B, I or W of a micro-batch at a stage; or "reduce", "step"."""
+        start = time.perf_counter() - self._epoch
+        if self.watching is not None:
+            self.watching.moment = f"{stage}{op}{micro_batch}" if micro_batch >= 0 else op
         try:
             yield
         finally:
-            self.spans.append(Span(label, start - self._epoch, time.perf_counter() - self._epoch))
+            self.spans.append(Span(op, micro_batch, stage, start, time.perf_counter() - self._epoch))
             if self.watching is not None:
-                self.watching.sample(label)
+                self.watching.sample()
 
     def begin_step(self) -> None:
         """Forget the previous step's messages and times; memory goes on."""
@@ -185,7 +162,8 @@ class MemoryWatch(TorchDispatchMode):
         alive: bytes now, ``{(place, category): bytes}``.
         peak_bytes, at_peak: the largest device total so far and what it was made of.
         host_peak_bytes: the largest host total so far.
-        samples: ``(label, {category: bytes})`` of the device at each action's end.
+        moment: the action under way, as "0B3"; ``peak_moment``: the one of the peak.
+        samples: ``(moment, {category: bytes})`` of the device at each action's end.
     """
 
     def __init__(self) -> None:
@@ -195,18 +173,31 @@ class MemoryWatch(TorchDispatchMode):
         self.peak_bytes = 0
         self.host_peak_bytes = 0
         self.at_peak: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.moment = self.peak_moment = ""
         self.samples: list[tuple[str, dict[str, int]]] = []
+        self._paused = False
         self._storages: dict[int, tuple[Any, int, str, str]] = {}
         self._totals = {"device": 0, "host": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._paused:
+            return out
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._storages:
                     self.charge(storage, self.category, "device")
         return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Storages that appear inside are not the program's."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def charge(self, storage: torch.UntypedStorage, category: str, place: str) -> None:
         """Put a storage on the account, or move it to another category."""
@@ -223,6 +214,7 @@ class MemoryWatch(TorchDispatchMode):
         elif self._totals["device"] > self.peak_bytes:
             self.peak_bytes = self._totals["device"]
             self.at_peak = self.now()
+            self.peak_moment = self.moment
 
     def _credit(self, key: int) -> None:
         _, size, place, category = self._storages.pop(key)
@@ -233,6 +225,23 @@ class MemoryWatch(TorchDispatchMode):
         """Bytes alive by category."""
         return {category: self.alive[place, category] for category in CATEGORIES}
 
-    def sample(self, label: str) -> None:
-        """Keep what is alive at this moment under a label."""
-        self.samples.append((label, self.now()))
+    def sample(self) -> None:
+        """Keep what is alive now, at the end of an action."""
+        self.samples.append((self.moment, self.now()))
+
+    def report(self, rank: int, coords: Mapping[str, int], parameters: int) -> RankMemory:
+        """What was seen, as one rank's entry of a report."""
+        return RankMemory(
+            rank,
+            dict(coords),
+            parameters,
+            self.peak_bytes,
+            self.host_peak_bytes,
+            dict(self.at_peak),
+            self.peak_moment,
+        )
+
+
+def rank_traffic(ledger: Ledger, rank: int, coords: Mapping[str, int]) -> RankTraffic:
+    """The ledger's messages as one rank's entry of a report."""
+    return RankTraffic(rank, dict(coords), ledger.traffic())

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridlab.ledger import Ledger
@@ -103,9 +104,10 @@ class Mesh:
         self.ledger = ledger if ledger is not None else Ledger()
         self.coords: dict[str, int] = dict(layout.coords(self.rank))
         _last_coords = self.coords
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp")
-        )
+        with unset_fake_temporarily():  # the mesh looks at the numbers in its grid, also in a rehearsal
+            self.device_mesh: DeviceMesh = init_device_mesh(
+                device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp")
+            )
         self._extra: list[Any] = []
         self.tp = self._axis("tp")
         self.dp = self._axis("dp")

@@ -129,7 +129,7 @@ class Executor:
             for message in step.post:
                 self._post(message)
             action = step.action
-            with ledger.action(f"{step.stage}{action.op}{action.micro_batch}"):
+            with ledger.action(action.op, action.micro_batch, step.stage):
                 outgoing = self._perform(step, final=position in final, train=train)
             if outgoing is not None:
                 self._hand_on(step, outgoing)
@@ -141,6 +141,7 @@ class Executor:
         for pending in self._sending.values():
             pending.wait()
         self._sending.clear()
+        self._micro_batches = ()
 
     # -- actions ------------------------------------------------------------
     def _perform(self, step: Step, *, final: bool, train: bool) -> Tensor | None:

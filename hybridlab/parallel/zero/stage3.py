@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridlab import comm
-from hybridlab.buckets import Bucket, Shard, adopt, split_tied
+from hybridlab.buckets import Bucket, Shard, Slot, split_tied
 from hybridlab.comm import Pending
 from hybridlab.parallel.zero.stage2 import TransientGradients
 
@@ -52,7 +52,7 @@ class Stage3(TransientGradients):
         self._arriving: dict[int, Pending] = {}
         self._users: dict[int, int] = {}
         self._absent: dict[int, Tensor] = {}
-        self._persistent: set[int] = set()
+        self._small: set[nn.Parameter] = set()
         self.units: list[list[_Unit]] = []
 
     # -- laying out ------------------------------------------------------------
@@ -66,7 +66,7 @@ class Stage3(TransientGradients):
             group = [p for p in piece.parameters() if id(p) not in aside]
             aside.update(id(p) for p in group)
             groups.insert(0, group)
-        self._persistent |= {id(p) for p in small}
+        self._small |= set(small)
         return [Bucket.of(group, self.multiple) for group in [*groups, small[::-1], *([p] for p in tied)] if group]
 
     def add_chunk(self, chunk: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Stage3(TransientGradients):
 
     def materialize(self, bucket: Bucket) -> Shard:
         """Only this rank's slice; a small bucket whole."""
-        if id(bucket.slots[0].parameter) in self._persistent:
+        if bucket.slots[0].parameter in self._small:
             return self.keep_slice(bucket, self.mine(bucket, self.allocate_weights(bucket)))
         begin, end = self.my_slice(bucket)
         where: dict[str, Any] = {"device": "cpu", "pin_memory": self.pin} if self.on_host else {"device": self.device}
@@ -96,9 +96,13 @@ class Stage3(TransientGradients):
         absent = torch.full((1,), float("nan"), dtype=self.numbers.compute, device=self.device)
         self._absent[id(bucket)] = self.ledger.own(absent, "other")
         self._users[id(bucket)] = 0
-        for slot in bucket.slots:
-            adopt(slot.parameter, absent.expand(slot.parameter.shape))
         return self.keep_slice(bucket, weights, elsewhere=self.on_host)
+
+    def stand_in(self, bucket: Bucket, slot: Slot) -> Tensor:
+        """Nothing, except for what stays gathered."""
+        if self.persists(bucket):
+            return super().stand_in(bucket, slot)
+        return self._absent[id(bucket)].expand(slot.parameter.shape)
 
     # -- borrowing ------------------------------------------------------------
     def fetch(self, bucket: Bucket) -> None:

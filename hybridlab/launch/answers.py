@@ -25,6 +25,13 @@ GIVE_UP = 0.5  # seconds that an interrupted rank has to come back; after that i
 OnReport = Callable[[int, Any], None]
 
 
+def _interrupted(what: str) -> KeyboardInterrupt:
+    error = KeyboardInterrupt(what)
+    # IPython shows this in place of a traceback: where the driver was waiting is no news.
+    error.__dict__["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {what}"]
+    return error
+
+
 class Answers:
     """Collects one answer of a kind from each rank.
 
@@ -79,8 +86,8 @@ class Answers:
         except KeyboardInterrupt:
             self._stop()
             if self._team.ended:
-                raise
-            raise KeyboardInterrupt("the ranks are idle again and keep their variables") from None
+                raise _interrupted("the ranks have been ended; the next call starts fresh ones") from None
+            raise _interrupted("the ranks are idle again and keep their variables") from None
         except BaseException:
             self._team.end()
             raise

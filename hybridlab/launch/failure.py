@@ -281,7 +281,11 @@ def stuck(
     Named is the rank for which the others wait: one outside any collective; else one that has finished its call while
     others wait for it; else, when all are in collectives, one of those in the rarer place: the collectives differ.
     """
-    outside = [rank for rank, doing in waiting.items() if isinstance(doing, str) or doing.collective is None]
+    silent = [rank for rank, doing in waiting.items() if isinstance(doing, str)]
+    outside = [
+        *silent,
+        *(rank for rank, doing in waiting.items() if isinstance(doing, Doing) and doing.collective is None),
+    ]
     places = [(doing.collective, doing.where) for doing in waiting.values() if isinstance(doing, Doing)]
     if outside:
         rank, what = outside[0], f"gave no answer within {seconds:g} s: it is {waiting[outside[0]]}"

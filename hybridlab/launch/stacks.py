@@ -71,6 +71,8 @@ def _collective(stack: list[Frame]) -> str | None:
     if inside:
         return inside[-1].function
     innermost = stack[0]
+    if innermost.function == "join" and is_ours(innermost.file):
+        return "the start of the process group"
     text = linecache.getline(innermost.file, innermost.line).strip() or innermost.text
     if found := _WAITS.search(text):  # work.wait() is C++ at once: the stack ends on the caller's line
         return innermost.function if is_ours(innermost.file) else found[1]

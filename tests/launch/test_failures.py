@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_cause_is_found_every_time_among_its_consequences(cluster: Cluster) 
         for _ in range(1000):
             reduce()
 
-    for repeat in range(8):
+    for repeat in range(6):
         rank, how = repeat % 4, ("exit", "raise")[repeat % 2]
         error = failure_of(cluster, fail, rank, how)
         assert error.rank == rank, str(error)
@@ -127,7 +128,7 @@ def test_a_rank_that_dies_between_calls_is_told_at_the_next(cluster: Cluster) ->
     cluster.start()
     pid = cluster.pids[3]
     os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not alive(pid), 10)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists(), 10)
     error = failure_of_running(cluster)
     assert (error.rank, error.kind) == (3, "died")
     assert "between two calls" in str(error)
@@ -147,10 +148,10 @@ def test_a_stuck_rank_is_named_at_the_deadline_with_its_line(cluster: Cluster) -
                 pass
         reduce()
 
-    error = failure_of(cluster, spin, timeout=1.5)
+    error = failure_of(cluster, spin, timeout=1.2)
     assert (error.rank, error.kind) == (3, "stuck")
     headline = str(error).partition("\n")[0]
-    assert "rank 3 gave no answer within 1.5 s: it is in Python at " in headline
+    assert "rank 3 gave no answer within 1.2 s: it is in Python at " in headline
     assert " in spin: " in headline
     assert set(error.others) == {0, 1, 2}
     assert all("in all_reduce" in doing for doing in error.others.values())
@@ -164,7 +165,7 @@ def test_ranks_in_different_collectives_are_told_apart(cluster: Cluster) -> None
         reduce()
         reduce()
 
-    error = failure_of(cluster, differ, timeout=1.5)
+    error = failure_of(cluster, differ, timeout=1.2)
     assert error.kind == "stuck"
     places = {error.rank: str(error).partition("\n")[0], **error.others}
     assert "in broadcast" in places[1]
@@ -176,7 +177,7 @@ def test_a_rank_that_leaves_a_loop_early_is_named_as_finished(cluster: Cluster) 
         for _ in range(2 if dist.get_rank() == 2 else 3):
             reduce()
 
-    error = failure_of(cluster, uneven, timeout=1.5)
+    error = failure_of(cluster, uneven, timeout=1.2)
     assert (error.rank, error.kind) == (2, "stuck")
     assert "has finished its call" in str(error)
     assert "in all_reduce" in error.others[0]
@@ -190,7 +191,7 @@ def test_a_rank_that_waits_for_a_message_is_in_a_collective(cluster: Cluster) ->
         elif dist.get_rank() == 3:
             time.sleep(30)
 
-    error = failure_of(cluster, half, timeout=1.5)
+    error = failure_of(cluster, half, timeout=1.2)
     assert error.rank == 3
     assert "in wait" in error.others[0]
     assert error.others[1] == "finished"
@@ -202,7 +203,7 @@ def test_a_stopped_rank_is_named_as_stopped(cluster: Cluster) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         reduce()
 
-    error = failure_of(cluster, stop, timeout=1.5)
+    error = failure_of(cluster, stop, timeout=1.2)
     assert error.rank == 1
     assert "it is stopped (SIGSTOP)" in str(error)
 
@@ -225,7 +226,7 @@ def test_coordinates_are_told_of_whoever_fails() -> None:
     with Cluster(4, timeout=30, output="quiet") as ranks:
         for how, kind in (("raise", "exception"), ("exit", "died"), ("sleep", "stuck")):
             with pytest.raises(RankError, match=r"^rank 2 \(pp 1, dp 0, tp 0\) ") as caught:
-                ranks.run(train, how, timeout=1.5)
+                ranks.run(train, how, timeout=1.2)
             assert caught.value.kind == kind
             assert caught.value.coords == {"pp": 1, "dp": 0, "tp": 0}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 
 import hybridlab.launch.cluster as cluster_module
 from hybridlab.errors import UserError
-from hybridlab.launch import Cluster, RankError, warm_up
+from hybridlab.launch import Cluster, RankError, rendezvous, warm_up
 from hybridlab.launch.processes import start_method
 from hybridlab.launch.rendezvous import choose_backend, open_store
 from tests.launch.support import alive, driver, eventually
@@ -84,16 +87,37 @@ def test_ranks_can_be_spawned_where_there_is_no_forkserver(tmp_path: Path) -> No
         assert running.leaves_nothing(), running.survivors()
 
 
-def test_a_worker_killed_while_starting_is_named() -> None:
-    cluster = Cluster(12, output="quiet")
+@pytest.fixture
+def deaf_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ranks' rendezvous takes their connections and never answers: no rank gets past its start."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        monkeypatch.setattr(rendezvous, "open_store", lambda: SimpleNamespace(port=listener.getsockname()[1]))
+        yield
+
+
+def test_a_worker_killed_while_starting_is_named(deaf_store: None) -> None:
+    cluster = Cluster(4, output="quiet")
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(cluster.start)
-        assert eventually(lambda: len(cluster.pids) > 2, 20)
-        pids = cluster.pids  # the last ones are still to come, and none is ready before all are
+        assert eventually(lambda: len(cluster.pids) == 4, 20)
+        pids = cluster.pids
         os.kill(pids[2], signal.SIGKILL)
         with pytest.raises(RankError, match=r"rank 2 died while starting: killed by SIGKILL"):
             starting.result(30)
     assert eventually(lambda: not any(map(alive, pids)), 10)
+    cluster.close()
+
+
+def test_ranks_that_do_not_start_are_named_at_the_deadline(deaf_store: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "START_SECONDS", 1.5)
+    cluster = Cluster(3, output="quiet")
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(cluster.start)
+        assert eventually(lambda: len(cluster.pids) == 3, 20)
+        os.kill(cluster.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankError, match=r"rank 1 gave no answer within 1.5 s.* while starting") as caught:
+            starting.result(30)
+    assert caught.value.kind == "stuck"
     cluster.close()
 
 
@@ -244,15 +268,3 @@ def test_a_vanished_current_directory_is_explained(tmp_path: Path) -> None:
             cluster.start()
     finally:
         os.chdir(here)
-
-
-def test_ranks_that_do_not_start_are_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "START_SECONDS", 1.5)
-    cluster = Cluster(3, output="quiet")
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(cluster.start)
-        assert eventually(lambda: len(cluster.pids) > 1, 20)
-        os.kill(cluster.pids[1], signal.SIGSTOP)
-        with pytest.raises(RankError, match=r"rank 1 gave no answer within 1.5 s.* while starting"):
-            starting.result(30)
-    cluster.close()

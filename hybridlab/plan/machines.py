@@ -16,7 +16,7 @@ A100 = Device(
     memory_bytes=80 * GIB,
     peak_flops={"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},
     memory_bytes_per_second=2.0e12 * 0.8,
-    best_efficiency=0.72,
+    best_efficiency=0.74,
     half_width=150.0,
 )
 H100 = Device(
@@ -24,7 +24,7 @@ H100 = Device(
     memory_bytes=80 * GIB,
     peak_flops={"bf16": 989.4e12, "fp16": 989.4e12, "fp32": 67e12, "fp64": 67e12},
     memory_bytes_per_second=3.35e12 * 0.8,
-    best_efficiency=0.62,
+    best_efficiency=0.52,
     half_width=400.0,
 )
 H200 = replace(H100, name="H200-SXM-141GB", memory_bytes=140 * GIB, memory_bytes_per_second=4.8e12 * 0.8)

@@ -21,11 +21,15 @@ from hybridlab.plan.cluster import Cluster
 from hybridlab.plan.collectives import collective_seconds, send_seconds
 from hybridlab.plan.flops import attention_flops, head_flops, matrix_flops, model_flops, utilisation
 from hybridlab.plan.job import Job
+from hybridlab.plan.legality import SCHEDULES
+from hybridlab.plan.parameters import rank_parameters
+from hybridlab.plan.split import rank_of_stage
 from hybridlab.plan.states import PRECISIONS
 from hybridlab.plan.traffic import activation_bytes
+from hybridlab.schedule import Schedule, Simulation, make_schedule, simulate
 
 # Element-wise passes over activations in one layer's forward, in tensors read or written.
-HIDDEN_PASSES = 14  # two norms (read, write), two residual sums (two reads, a write), dropout or rounding, copies
+HIDDEN_PASSES = 12  # two norms (read, write), two residual sums (two reads, a write), dropout or copies
 GATED_PASSES = 4  # read gate and up, write silu, write the product
 PLAIN_PASSES = 3  # read, write, and the bias
 ROTARY_PASSES = 2  # read and write q and k
@@ -156,5 +160,123 @@ def closed_form(name: str, times: list[StageTime], chunks: int, micro_batches: i
     return m * slowest + max(0.0, rest - saved) + round_trips + (2 * ranks - 4) * latency
 
 
+def play(job: Job, times: list[StageTime], latency: float) -> Simulation:
+    """The job's schedule, event by event."""
+    return simulate(
+        schedule_of(job.schedule, job.layout.pp, job.micro_batches, job.virtual_stages),
+        [time.forward for time in times],
+        [time.input_grad for time in times],
+        [time.weight_grad for time in times],
+        latency,
+    )
+
+
+@lru_cache(maxsize=16)
+def schedule_of(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """`hybridlab.schedule.make_schedule`, remembered: a schedule of thousands of actions takes longer than a formula."""
+    return make_schedule(name, stages, micro_batches, chunks=chunks)
+
+
 def _rank(stage: int, ranks: int, name: str) -> int:
     return rank_of_stage(stage, ranks, SCHEDULES[name].placement if name in SCHEDULES else "loop")
+
+
+def exposed_data_seconds(job: Job, cluster: Cluster, pp: int, times: list[StageTime]) -> float:
+    """Seconds of data-parallel messages of a pipeline rank that no computation hides, per step.
+
+    Gradients travel while the backward that makes them goes on, as far as ``cluster.overlap`` allows; weights gathered
+    after the update hide behind nothing; ZeRO-3 gathers a piece behind the one before, in forward and in backward.
+    """
+    dp, zero, m = job.layout.dp, job.zero, job.micro_batches
+    if dp == 1:
+        return 0.0
+    numbers, stride = PRECISIONS[job.precision], job.layout.tp
+    elements = rank_parameters(job, pp)
+    mine = [times[stage] for stage in job.stages_of(pp)]
+    forward = sum(t.forward for t in mine)
+    backward = sum(t.input_grad + t.weight_grad for t in mine)
+
+    def seconds(operation: str, width: int) -> float:
+        return collective_seconds(cluster, operation, dp, stride, elements * width)
+
+    def behind(message: float, compute: float) -> float:
+        return max(message - cluster.overlap * compute, (1 - cluster.overlap) * message)
+
+    if zero.stage == 0:
+        return behind(seconds("all_reduce", numbers.gradient), backward)
+    scatter = seconds("reduce_scatter", numbers.gradient)
+    gather = seconds("all_gather", numbers.weight)
+    if zero.stage == 3:
+        return m * (behind(gather, forward) + behind(gather + scatter, backward))
+    times_scattered = m if zero.every_micro_batch else 1
+    return times_scattered * behind(scatter, backward) + gather
+
+
+def update_seconds(job: Job, cluster: Cluster, pp: int) -> float:
+    """Seconds of the optimizer's update of what a rank owns: on the device, or offloaded over PCIe and on the host."""
+    owned = rank_parameters(job, pp) / (job.layout.dp if job.zero.stage else 1)
+    if not job.zero.offload_optimizer:
+        return owned * UPDATE_BYTES / cluster.device.memory_bytes_per_second
+    numbers = PRECISIONS[job.precision]
+    copies = owned * (numbers.gradient + numbers.weight) / cluster.host.bytes_per_second
+    ranks_per_host = min(cluster.gpus_per_node, job.layout.world)
+    return copies + host_adam_seconds(owned * ranks_per_host, cluster)
+
+
+def host_adam_seconds(parameters: float, cluster: Cluster) -> float:
+    """Seconds of one fp32 Adam update of so many parameters by one node's processors (ZeRO-Offload, Table 4)."""
+    return parameters / cluster.host_adam_parameters_per_second
+
+
+def exposed_host_seconds(job: Job, cluster: Cluster, pp: int, times: list[StageTime]) -> float:
+    """Seconds of parameter offload: every gather first brings the rank's shard over PCIe."""
+    if not job.zero.offload_param:
+        return 0.0
+    shard = rank_parameters(job, pp) * PRECISIONS[job.precision].weight / job.layout.dp
+    copy = shard / cluster.host.bytes_per_second
+    compute = sum(times[stage].total for stage in job.stages_of(pp))
+    return job.micro_batches * max(0.0, 2 * copy - cluster.overlap * compute)
+
+
+def step_time(job: Job, cluster: Cluster, *, simulated: bool = True, scattered_sends: bool = False) -> StepTime:
+    """The time of one step.
+
+    Args:
+        simulated: play the schedule event by event; else the closed form, which is good enough for sorting.
+        scattered_sends: each tp rank sends 1/tp of a message between stages, gathered again on arrival, as Megatron-LM
+            does (arXiv:2104.04473 §4.1); our engine does not.
+    """
+    times = [stage_time(job, cluster, stage) for stage in range(job.stages)]
+    ranks, m = job.layout.pp, job.micro_batches
+    latency = 0.0
+    if ranks > 1:
+        message = activation_bytes(job)
+        if scattered_sends and not job.slices_sequence:
+            message //= job.layout.tp
+        latency = send_seconds(cluster, job.layout.tp * job.layout.dp, ranks, message)
+    busy = [m * sum(times[stage].total for stage in job.stages_of(pp)) for pp in range(ranks)]
+    if simulated and ranks > 1:
+        pipeline = play(job, times, latency).makespan
+    else:
+        pipeline = closed_form(job.schedule, times, job.virtual_stages, m, latency)
+    slowest = max(range(ranks), key=busy.__getitem__)
+    mine = [times[stage] for stage in job.stages_of(slowest)]
+    data = max(
+        exposed_data_seconds(job, cluster, pp, times) + exposed_host_seconds(job, cluster, pp, times)
+        for pp in range(ranks)
+    )
+    update = max(update_seconds(job, cluster, pp) for pp in range(ranks))
+    step = pipeline + data + update
+    flops = model_flops(job.shape, job.sequence_length, job.global_batch)
+    return StepTime(
+        step=step,
+        pipeline=pipeline,
+        compute=m * sum(t.compute for t in mine),
+        tensor=m * sum(t.messages for t in mine),
+        bubble=max(0.0, pipeline - busy[slowest]),
+        data=data,
+        update=update,
+        idle_fraction=1 - sum(busy) / ranks / pipeline,
+        mfu=utilisation(flops, step, job.layout.world, cluster.device.peak_flops[job.precision]),
+        simulated=simulated and ranks > 1,
+    )

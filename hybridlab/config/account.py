@@ -51,6 +51,11 @@ class Account:
         for path in also:
             self._mark(path, "refused", error.rule)
 
+    def refuse_along(self, path: str, why: str) -> None:
+        """The key and everything inside it is refused for a mistake that is told elsewhere."""
+        self._mark(path, "refused", why)
+        self._mark_inside(path, "refused", why)
+
     def problem(self, problem: Problem, origin: Mapping[str, str]) -> None:
         """Record a broken rule of the planner's; ``origin`` says how the file spells each key."""
         key, *others = (origin.get(key, key) for key in problem.keys)

@@ -22,6 +22,7 @@ class Draft:
         config: the keys with an effect, checked one by one; a wrong one has its default here and is in ``bad``.
         account: the fate of every key of the file.
         origin: key as we spell it -> how the file (or the command line) spells it, for every key that was given.
+        alias: key as the rules name it -> the key that gave its value instead (tp_size -> autotp_size).
         autos: keys that were "auto" and are settled beside the keys they depend on.
         filled: keys that were "auto" and are settled already.
         bad: keys whose value was wrong: what depends on them cannot be checked.
@@ -39,6 +40,7 @@ class Draft:
     shape: ModelShape | None = None
     steps: int | None = None
     origin: dict[str, str] = field(default_factory=dict)
+    alias: dict[str, str] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
@@ -74,7 +76,7 @@ class Draft:
         """Record broken rules; true when there is none."""
         found = [problem for problem in problems if problem is not None]
         for problem in found:
-            self.account.problem(problem, self.origin)
+            self.account.problem(problem, {**self.origin, **self.alias})
         return not found
 
     def differs(self, key: str, says: str) -> None:

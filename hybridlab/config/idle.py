@@ -69,7 +69,7 @@ def never(value: Any) -> bool:
 
 def off(why: str, feature: str, fix: str = "false, or leave it out.") -> Idle:
     """A feature that is harmless only when it is switched off."""
-    return Idle(why, only(False), f"{feature} is not implemented.", fix)
+    return Idle(why, only(False), f"not implemented: {feature}.", fix)
 
 
 COMMENTS = ("comment", "_comment", "//", "#")

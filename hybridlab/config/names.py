@@ -97,6 +97,11 @@ _REMARKS: dict[str, str] = {
     "dtype": "one of fp16.enabled, bf16.enabled, fp64.enabled; none of them is fp32.",
     "precision": "one of fp16.enabled, bf16.enabled, fp64.enabled; none of them is fp32.",
     "fp32": "fp32 is what runs when fp16, bf16 and fp64 are off; remove it.",
+    "train_iters": "the length of a run comes with train --steps; remove it.",
+    "max_steps": "the length of a run comes with train --steps; remove it.",
+    "steps": "the length of a run comes with train --steps; remove it.",
+    "data": "the data comes with train --data; remove it.",
+    "model": _MODEL,
     "grad_hooks": "DeepSpeed no longer has it; remove it.",
 }
 
@@ -132,7 +137,7 @@ def suggest(section: str, key: str) -> str:
     if close:
         return f'did you mean "{close[0]}"?'
     everywhere = {name: path for path, names in KNOWN.items() for name in names}
-    close = get_close_matches(folded, everywhere, n=1, cutoff=0.8)
+    close = get_close_matches(folded, everywhere, n=1, cutoff=0.85)
     if close:
         path = everywhere[close[0]]
         return f'did you mean "{path}.{close[0]}"?' if path else f'did you mean "{close[0]}" at the top level?'

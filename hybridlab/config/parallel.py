@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridlab.config.batch import Triple, deepspeed, settle
 from hybridlab.config.draft import Draft
+from hybridlab.config.read import show
 from hybridlab.plan import legality
 from hybridlab.plan.layout import Layout
 from hybridlab.plan.legality import ACCUMULATION, BATCH, CHUNKS, DP, MICRO, PP, SCHEDULES, SEQUENCE, SPLIT, TP
@@ -58,7 +59,12 @@ def _one_value(draft: Draft, spellings: tuple[str, ...], off: int | None = None)
             first,
         )
         return None
-    return next(iter(found.values()), 1)
+    if not found:
+        return 1
+    path, value = next(iter(found.items()))
+    if path != spellings[0]:
+        draft.alias[spellings[0]] = draft.spelled(path)
+    return value
 
 
 def triple(draft: Draft, grid: Layout) -> Triple | None:
@@ -87,7 +93,7 @@ def _needs_numbers(draft: Draft, autos: list[str], accumulation: int | None, dp:
     """One error for all numbers that only a trainer could have filled in."""
     waiting = [draft.spelled(key) for key in autos]
     settled = [key for key in draft.filled if "." not in key]
-    rest = "".join(f" ({draft.spelled(key)} would become {draft.value(key):g}.)" for key in settled)
+    rest = "".join(f" ({draft.spelled(key)} would become {show(draft.value(key))}.)" for key in settled)
     rule = f'"auto" leaves {_and(waiting)} to a trainer, and there is none: a number is needed.{rest}'
     example = 1 if accumulation is None else accumulation
     fix = f"{MICRO} 1 in the file or on the command line ({BATCH} is then 1 * {example} * dp {dp} = {dp * example})."
@@ -108,8 +114,9 @@ def sequence_length(draft: Draft) -> int:
     if draft.shape is None:
         draft.choose(SEQUENCE, DEFAULT_SEQUENCE, "not given, and no model is given")
         return DEFAULT_SEQUENCE
-    length = min(DEFAULT_SEQUENCE, draft.shape.max_positions)
-    draft.choose(SEQUENCE, length, f"not given: the model's {draft.shape.max_positions}, at most {DEFAULT_SEQUENCE}")
+    most = min(draft.shape.max_positions, draft.shape.sliding_window or draft.shape.max_positions)
+    length = min(DEFAULT_SEQUENCE, most)
+    draft.choose(SEQUENCE, length, f"not given: the model's {most}, at most {DEFAULT_SEQUENCE}")
     return length
 
 
@@ -195,4 +202,5 @@ def widths(draft: Draft, grid: Layout, length: int) -> None:
         legality.kv_heads(shape.kv_heads, grid.tp, shape.heads),
         legality.ffn(shape.ffn, grid.tp),
         None if bad_length else legality.positions(length, shape.max_positions, shape.positions),
+        None if bad_length else legality.window(length, shape.sliding_window),
     )

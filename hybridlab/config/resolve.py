@@ -108,7 +108,7 @@ def _typed(
     overrides: Mapping[str, Any],
 ) -> Draft:
     """Merge the command line, fill in "auto", and check every value by the schema; wrong ones are left out."""
-    _merge(sifted, account, overrides)
+    bad = _merge(sifted, account, overrides)
     chosen: list[tuple[str, Any, str]] = []
     filled = set()
     for path in sorted(sifted.autos):
@@ -118,7 +118,6 @@ def _typed(
             sifted.put(path, value)
             chosen.append((path, value, f'"auto": {why}'))
             filled.add(path)
-    bad: set[str] = set()
     while True:
         try:
             config = Config.model_validate(sifted.tree)
@@ -133,15 +132,18 @@ def _typed(
                 _remove(sifted.tree, path)
                 bad.add(path)
     origin = {path: path if key == COMMAND_LINE else key for path, key in sifted.origin.items()}
-    draft = Draft(config, account, world, shape, steps, origin, sifted.autos - filled, filled, bad)
+    draft = Draft(
+        config, account, world, shape, steps, origin=origin, autos=sifted.autos - filled, filled=filled, bad=bad
+    )
     for path, value, why in chosen:
         draft.choose(draft.spelled(path), value, why)
         account.used(draft.spelled(path), f"{show(value)}, {why}")
     return draft
 
 
-def _merge(sifted: Sifted, account: Account, overrides: Mapping[str, Any]) -> None:
-    """Values of the command line: fill in what the file leaves open, compare with what it says."""
+def _merge(sifted: Sifted, account: Account, overrides: Mapping[str, Any]) -> set[str]:
+    """Values of the command line: fill in what the file leaves open, compare with what it says; where they differ."""
+    differ: set[str] = set()
     for path, value in overrides.items():
         if value is None:
             continue
@@ -153,7 +155,8 @@ def _merge(sifted: Sifted, account: Account, overrides: Mapping[str, Any]) -> No
             )
         elif path in sifted.origin and path not in sifted.autos:
             before, key = sifted.get(path), sifted.origin[path]
-            if not same(before, value):
+            if isinstance(before, str) == isinstance(value, str) and not same(before, value):
+                differ.add(path)
                 account.refuse(
                     UserError(
                         f"the file says {show(before)}, {COMMAND_LINE} says {show(value)}.",
@@ -170,6 +173,7 @@ def _merge(sifted: Sifted, account: Account, overrides: Mapping[str, Any]) -> No
             else:
                 sifted.origin[path] = COMMAND_LINE
             sifted.autos.discard(path)
+    return differ
 
 
 def _mistakes(error: ValidationError) -> list[tuple[str, str, str]]:

@@ -16,6 +16,7 @@ from hybridlab.config.keys import IDLE
 from hybridlab.config.names import OLD_OFFLOAD, SYNONYMS, suggest
 from hybridlab.config.read import join, kind, show
 from hybridlab.config.schema import Section, sections
+from hybridlab.config.specs import OPTIMIZERS, SCHEDULERS
 from hybridlab.errors import UserError
 
 _SECTIONS = sections()
@@ -71,6 +72,8 @@ def _section(data: Mapping[str, Any], path: str, spelled: str, account: Account,
             account.no_effect(here, "a comment")
         elif path == "zero_optimization" and key in OLD_OFFLOAD:
             _old_offload(key, value, here, account, out)
+        elif key == "params" and _foreign(path, data.get("type")):
+            account.refuse_along(here, f"parameters of {data['type']}, which is refused")
         elif key in IDLE.get(path, {}):
             _idle(value, path, key, here, account, out)
         elif model is None or name not in model.model_fields:
@@ -133,6 +136,12 @@ def _idle(value: Any, path: str, key: str, here: str, account: Account, out: Sif
         account.refuse(UserError(refusal[0], key=here, value=value, fix=refusal[1]))
     else:
         account.no_effect(here, idle.why or "null is as good as not given")
+
+
+def _foreign(path: str, kind: Any) -> bool:
+    """Whether a block's type is not one of ours: what its parameters mean is then not for us to say."""
+    ours = {"optimizer": OPTIMIZERS, "scheduler": tuple(SCHEDULERS)}.get(path)
+    return ours is not None and isinstance(kind, str) and kind.lower() not in [name.lower() for name in ours]
 
 
 def _old_offload(key: str, value: Any, here: str, account: Account, out: Sifted) -> None:

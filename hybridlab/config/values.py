@@ -78,6 +78,9 @@ def _range(low: float | None, high: float | None, open_low: bool, open_high: boo
 def whole(low: int, high: int | None = None) -> Kind:
     """A whole number from ``low`` to ``high``, both legal; ``high`` None: no upper bound."""
     example = _range(low, high, False, False)
+    if high is not None and high - low < 5:
+        *some, last = (str(n) for n in range(low, high + 1))
+        example = f"{', '.join(some)} or {last}"
 
     def check(value: Any) -> int:
         number = _a_number(value, "a whole number", example)

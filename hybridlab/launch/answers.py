@@ -82,11 +82,13 @@ class Answers:
                 raise self._verdict()
             if self._waiting:
                 raise self._too_late()
+            self._team.busy = False
             return self._answers
         except KeyboardInterrupt:
             self._stop()
             if self._team.ended:
                 raise _interrupted("the ranks have been ended; the next call starts fresh ones") from None
+            self._team.busy = False
             raise _interrupted("the ranks are idle again and keep their variables") from None
         except BaseException:
             self._team.end()

@@ -163,6 +163,7 @@ class Cluster:
             own = self._own_arguments(per_rank)
             call = shipping.dump_call(fn, args, kwargs)
             team = self._ready_team()
+            team.busy = True
             for rank in range(self._ranks):
                 team.send(rank, messages.CALL, len(call).to_bytes(8, "big"), call, own[rank])
             answers = Answers(team, self._printer, messages.RESULT, seconds, quiet=self._quiet, on_report=on_report)
@@ -227,7 +228,7 @@ class Cluster:
     def _ready_team(self) -> Team:
         """Ranks that are idle and in a fresh enough group: those of the last call, or new ones."""
         team = self._team
-        if team is not None and not team.ended:
+        if team is not None and not team.ended and not team.busy:  # busy: an interrupt came between two steps of a call
             self._look_after(team)
             if not self._regroup:
                 return team
@@ -253,6 +254,7 @@ class Cluster:
 
     def _regrouped(self, team: Team) -> bool:
         prefix = self._prefix().encode()
+        team.busy = True
         for rank in range(self._ranks):
             team.send(rank, messages.REGROUP, prefix)
         try:
@@ -292,8 +294,10 @@ class Cluster:
         return f"generation {next(self._generation)}"
 
     def _forget_team(self) -> None:
+        if self._team is not None:
+            self._team.end()
         if self._finalizer is not None:
-            self._finalizer()
+            self._finalizer.detach()
         self._team, self._finalizer = None, None
 
 

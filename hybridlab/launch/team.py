@@ -104,10 +104,12 @@ class Team:
         self._owner = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._links: list[_Link] = []
-        self._wake_in, self._wake_out = os.pipe()
+        self._wake_in, self._wake_out = self._wakers = list(os.pipe())
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._woken = False
         self.ended = False
+        self._released = False
+        self.busy = True  # until every rank has answered what it was sent, and is idle
         self.coords: dict[int, dict[str, int]] = {}
         self.hello: dict[int, dict[str, Any]] = {}
         _teams.add(self)
@@ -217,29 +219,24 @@ class Team:
     def end(self, grace: float = 0.0) -> None:
         """End all ranks and all processes they started, and give every descriptor back.
 
-        With ``grace`` they are first told to go and given that many seconds.
+        With ``grace`` they are first told to go and given that many seconds. Interrupted, it can be called again.
         """
-        if self.ended or os.getpid() != self._owner:
+        if self._released or os.getpid() != self._owner:
             return
         self.ended = True
         _teams.discard(self)
-        if grace:
+        try:
+            if grace:
+                for link in self._links:
+                    link.messages.close()
+                self._join(grace)
+        finally:
             for link in self._links:
-                link.messages.close()
-            self._join(grace)
-        for link in self._links:
-            link.lifeline.close()  # the kernel, or the rank's own thread, kills it and its children
-            if link.pid:
-                _kill(link.pid, group_only=link.process.exitcode is not None)
-        self._join(5.0)
-        for link in self._links:
-            for end in link.ends():
-                end.close()
-            if link.process is not None and link.process.exitcode is not None:
-                link.process.close()
-        self._selector.close()
-        os.close(self._wake_in)
-        os.close(self._wake_out)
+                link.lifeline.close()  # the kernel, or the rank's own thread, kills it and its children
+                if link.pid and link.process is not None:
+                    _kill(link.pid, group_only=link.process.exitcode is not None)
+            self._join(5.0)
+            self._release()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -282,7 +279,6 @@ class Team:
         for fd in (link.messages.fileno(), link.output.fileno(), link.process.sentinel):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
-        _kill(link.pid, group_only=True)  # what it had started itself
 
     def _signal(self, link: _Link) -> bool:
         _drain(link.stacks.fileno())
@@ -295,8 +291,21 @@ class Team:
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         for link in self._links:
-            if link.pid:
+            if link.pid and link.process is not None:
                 link.process.join(max(0.0, until - time.monotonic()))
+
+    def _release(self) -> None:
+        """Give the descriptors back. Whatever interrupts it, it can be done again."""
+        for link in self._links:
+            for end in link.ends():
+                end.close()
+            if link.process is not None and link.process.exitcode is not None:
+                link.process.close()
+                link.process = None
+        self._selector.close()
+        while self._wakers:
+            os.close(self._wakers.pop())
+        self._released = True
 
 
 def _kill(pid: int, group_only: bool = False) -> None:

@@ -225,6 +225,19 @@ def positions(length: int, table: int, kind: str) -> Problem | None:
     )
 
 
+def window(length: int, size: int | None) -> Problem | None:
+    """A model with a sliding attention window takes sequences up to the window: there it is full attention."""
+    if size is None or length <= size:
+        return None
+    return Problem(
+        (SEQUENCE,),
+        length,
+        f"sequence length {length} is longer than the model's attention window of {size}, which is not implemented.",
+        f"{SEQUENCE} {size} or less.",
+        (size,),
+    )
+
+
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +383,7 @@ def model_problems(
     if sequence_length is not None:
         found.append(sequence(sequence_length, tp, sequence_parallel))
         found.append(positions(sequence_length, shape.max_positions, shape.positions))
+        found.append(window(sequence_length, shape.sliding_window))
     if layer_split is not None:
         found.append(split(layer_split, shape.layers, pp, chunks))
     return [problem for problem in found if problem is not None]

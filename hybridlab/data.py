@@ -215,7 +215,8 @@ class Batches:
             for sample in range(start, stop)
         ]
         ids = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8).view(-1, length + 1).long()
-        tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        # clone, not contiguous(): of one sample both would be views of the same memory, and masking targets reach tokens.
+        tokens, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
         if self.uneven:
             for row, sample in enumerate(range(start, stop)):
                 targets[row, self._hash(step, sample, "targets") % (length + 1) :] = IGNORE

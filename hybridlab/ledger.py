@@ -103,6 +103,10 @@ class Ledger:
             if self.watching is not None:
                 self.watching.sample()
 
+    def spans_by_the_clock(self) -> list[Span]:
+        """The step's actions in seconds of the machine's clock, which its ranks share."""
+        return [Span(s.op, s.micro_batch, s.stage, s.start + self._epoch, s.end + self._epoch) for s in self.spans]
+
     def begin_step(self) -> None:
         """Forget the previous step's messages and times; memory goes on."""
         self.messages.clear()

@@ -29,7 +29,7 @@ from hybridlab.launch.cluster import Cluster
 from hybridlab.launch.context import Context, current, device, report, state
 from hybridlab.launch.failure import RankError
 from hybridlab.launch.processes import warm_up
-from hybridlab.launch.run import launch
+from hybridlab.launch.run import gather, launch
 from hybridlab.launch.torchrun import join_torchrun, under_torchrun
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "RankError",
     "current",
     "device",
+    "gather",
     "join_torchrun",
     "launch",
     "report",

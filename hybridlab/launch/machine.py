@@ -136,6 +136,18 @@ def _memory() -> Facts:
     return {"total_bytes": total, "available_bytes": available, "limit_bytes": limit if limit != total else None}
 
 
+def free_bytes() -> int:
+    """Host memory that a program can have now."""
+    return int(_memory()["available_bytes"])
+
+
+def card_bytes() -> int | None:
+    """Memory of the smallest GPU here; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
 def _shm() -> Facts | None:
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")

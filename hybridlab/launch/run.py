@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from hybridlab.errors import UserError
 from hybridlab.launch import context
 from hybridlab.launch.answers import OnReport
@@ -64,6 +66,14 @@ def launch(
         raise
     except Exception as error:
         _leave(error)
+
+
+def gather(value: Any) -> list[Any] | None:
+    """Under torchrun, every rank's ``value`` on rank 0, by rank; None on the others. Every rank must call it."""
+    world = torchrun_world()
+    found: list[Any] | None = [None] * world if int(os.environ["RANK"]) == 0 else None
+    dist.gather_object(value, found)
+    return found
 
 
 def _leave(error: Exception) -> NoReturn:

@@ -1,0 +1,6 @@
+"""``python -m hybridlab``."""
+
+from hybridlab.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -155,7 +155,8 @@ class Executor:
         with self.mesh.ledger.during("backward"):
             self.callbacks.begin_backward(action.chunk, last=final, whole=action.op == "B")
             if action.op == "W":
-                run(self._put_off.pop(key))
+                with torch.no_grad():  # autograd would keep a history of every micro-batch's weight gradients
+                    run(self._put_off.pop(key))
                 self.callbacks.end_backward()
                 return None
             if action.op == "I":

@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Message:
         ring_bytes: what this rank sends when the collective runs on a ring.
         dtype: of the elements, e.g. "float32".
         phase: what the engine was doing: "forward", "backward", "reduce", "step", "control".
+        position: actions of the step that had ended before.
     """
 
     operation: str
@@ -44,6 +46,7 @@ class Message:
     ring_bytes: int
     dtype: str
     phase: str
+    position: int
 
 
 @dataclass
@@ -62,13 +65,13 @@ class Ledger:
         """Record a message of ``message_bytes`` in a group of ``size`` ranks."""
         ring = ring_bytes(operation, size, message_bytes)
         name = str(dtype).removeprefix("torch.")
-        self.messages.append(Message(operation, group, size, message_bytes, ring, name, self.phase))
+        self.messages.append(Message(operation, group, size, message_bytes, ring, name, self.phase, len(self.spans)))
 
-    def traffic(self) -> dict[str, Traffic]:
-        """Totals by group, of the step so far."""
+    def traffic(self, times: Sequence[int] | None = None) -> dict[str, Traffic]:
+        """Totals by group, of the step so far. ``times``: how often each message counts."""
         totals: dict[str, Traffic] = {}
-        for m in self.messages:
-            totals[m.group] = totals.get(m.group, Traffic()) + Traffic(1, m.message_bytes, m.ring_bytes)
+        for m, n in zip(self.messages, times or repeat(1)):
+            totals[m.group] = totals.get(m.group, Traffic()) + Traffic(n, n * m.message_bytes, n * m.ring_bytes)
         return totals
 
     def count(self, operation: str | None = None, group: str | None = None, phase: str | None = None) -> int:
@@ -95,7 +98,7 @@ class Ledger:
         """Time one action, named as in the schedule: F, B, I or W of a micro-batch at a stage; or "reduce", "step"."""
         start = time.perf_counter() - self._epoch
         if self.watching is not None:
-            self.watching.moment = f"{stage}{op}{micro_batch}" if micro_batch >= 0 else op
+            self.watching.moment = Span(op, micro_batch, stage, 0.0, 0.0)
         try:
             yield
         finally:
@@ -166,8 +169,9 @@ class MemoryWatch(TorchDispatchMode):
         alive: bytes now, ``{(place, category): bytes}``.
         peak_bytes, at_peak: the largest device total so far and what it was made of.
         host_peak_bytes: the largest host total so far.
-        moment: the action under way, as "0B3"; ``peak_moment``: the one of the peak.
+        moment: the action under way, without its times; ``peak_moment``: the one of the peak.
         samples: ``(moment, {category: bytes})`` of the device at each action's end.
+        peak_position: actions that had ended before the peak's.
     """
 
     def __init__(self) -> None:
@@ -177,8 +181,10 @@ class MemoryWatch(TorchDispatchMode):
         self.peak_bytes = 0
         self.host_peak_bytes = 0
         self.at_peak: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        self.moment = self.peak_moment = ""
-        self.samples: list[tuple[str, dict[str, int]]] = []
+        self.moment: Span | None = None
+        self.peak_moment: Span | None = None
+        self.peak_position = 0
+        self.samples: list[tuple[Span | None, dict[str, int]]] = []
         self._paused = False
         self._storages: dict[int, tuple[Any, int, str, str]] = {}
         self._totals = {"device": 0, "host": 0}
@@ -218,7 +224,7 @@ class MemoryWatch(TorchDispatchMode):
         elif self._totals["device"] > self.peak_bytes:
             self.peak_bytes = self._totals["device"]
             self.at_peak = self.now()
-            self.peak_moment = self.moment
+            self.peak_moment, self.peak_position = self.moment, len(self.samples)
 
     def _credit(self, key: int) -> None:
         _, size, place, category = self._storages.pop(key)
@@ -242,10 +248,12 @@ class MemoryWatch(TorchDispatchMode):
             self.peak_bytes,
             self.host_peak_bytes,
             dict(self.at_peak),
-            self.peak_moment,
+            self.peak_moment.label if self.peak_moment else "",
         )
 
 
-def rank_traffic(ledger: Ledger, rank: int, coords: Mapping[str, int]) -> RankTraffic:
-    """The ledger's messages as one rank's entry of a report."""
-    return RankTraffic(rank, dict(coords), ledger.traffic())
+def rank_traffic(
+    ledger: Ledger, rank: int, coords: Mapping[str, int], times: Sequence[int] | None = None
+) -> RankTraffic:
+    """The ledger's messages as one rank's entry of a report. ``times``: how often each message counts."""
+    return RankTraffic(rank, dict(coords), ledger.traffic(times))

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybridlab.config import Resolved
 from hybridlab.engine import Engine
 from hybridlab.gradients import owed_elements, owed_groups
-from hybridlab.ledger import Ledger, rank_traffic
+from hybridlab.ledger import Ledger, MemoryWatch, rank_traffic
 from hybridlab.parallel.pipeline import MicroBatch
 from hybridlab.report import (
     MemoryReport,
@@ -35,6 +35,7 @@ from hybridlab.report import (
     TrafficReport,
     ring_bytes,
 )
+from hybridlab.schedule import Steady, in_flight, make_schedule, steady_state
 from hybridlab.shapes import ModelShape
 
 
@@ -59,6 +60,7 @@ class Rehearsed:
     """What one rank did in its step.
 
     Attributes:
+        ledger: of what was played, which may be a shorter batch.
         owed: traffic in the tp group for sums owed, had the rank sat at each data-parallel place.
     """
 
@@ -83,36 +85,85 @@ class Rehearsed:
 
 
 def rehearse_rank(
-    config: Resolved, shape: ModelShape, rank: int, *, real: bool = False, device_type: str = "cpu"
+    config: Resolved, shape: ModelShape, rank: int, *, real: bool = False, device_type: str = "cpu", whole: bool = False
 ) -> Rehearsed:
     """Train one step as one rank.
+
+    Where the schedule has a steady state (`hybridlab.schedule.steady`) and the rank's memory and messages are seen to
+    repeat with it, a shorter batch is played and its round counted as often as it occurs.
 
     Args:
         real: real tensors on the real device, with only the communication fake: checks one rank's share of a large
             layout on one card.
+        whole: play every micro-batch all the same.
 
     Raises:
         RuntimeError: the process is in a process group already.
     """
+    schedule = make_schedule(config.schedule, config.layout.pp, config.micro_batches, chunks=config.virtual_stages)
+    for warm in () if whole else (1, 2, 4):
+        steady = steady_state(schedule, warm)
+        if steady is None or 2 * steady.schedule.micro_batches > config.micro_batches:  # nothing to gain
+            break
+        found = _play(config, shape, rank, real, device_type, steady)
+        if found is not None:
+            return found
+    found = _play(config, shape, rank, real, device_type, None)
+    assert found is not None
+    return found
+
+
+def _play(
+    config: Resolved, shape: ModelShape, rank: int, real: bool, device_type: str, steady: Steady | None
+) -> Rehearsed | None:
+    """One step, or the shorter one that tells it; None when it turns out not to."""
     ledger = Ledger()
+    played = config
+    if steady is not None:
+        short = steady.schedule.micro_batches
+        samples = config.layout.dp * config.micro_batch_size * short
+        played = replace(config, micro_batches=short, train_batch_size=samples)
     with fake_world(rank, config.layout.world), nullcontext() if real else FakeTensorMode():
-        engine = Engine(config, shape, device_type=device_type, ledger=ledger, initialised=real)
+        engine = Engine(played, shape, device_type=device_type, ledger=ledger, initialised=real)
         tokens = torch.zeros((config.micro_batch_size, config.sequence_length), dtype=torch.int64, device=engine.device)
         first = any(chunk.first for chunk in engine.chunks)
         last = any(chunk.last for chunk in engine.chunks)
-        micro_batches = [
+        micro_batches = [  # all of them: a step holds its whole batch of tokens
             MicroBatch(i, tokens.clone() if first else None, tokens.clone() if last else None)
             for i in range(config.micro_batches)
         ]
+        for micro_batch in micro_batches[played.micro_batches :]:
+            for ids in (micro_batch.tokens, micro_batch.targets):
+                if ids is not None:
+                    ledger.own(ids, "other")
         with ledger.watch_memory() as watch:
-            engine.train_step(micro_batches)
+            engine.train_step(micro_batches[: played.micro_batches])
         coords = engine.mesh.coords
         owed = tuple(_owed(engine, place) for place in range(config.layout.dp))
-        found = Rehearsed(
-            watch.report(rank, coords, engine.parameters), rank_traffic(ledger, rank, coords), ledger, owed
-        )
+        memory = watch.report(rank, coords, engine.parameters)
+        schedule = engine.schedule
         engine.close()
-    return found
+    times = [1] * len(ledger.messages)
+    pp = coords["pp"]
+    if steady is not None:
+        end, length = steady.round_end[pp], steady.round_length[pp]
+        if not _repeats(ledger, watch, end, length):
+            return None
+        times = [1 + steady.repeats * (end - length <= m.position < end) for m in ledger.messages]
+        moment = watch.peak_moment
+        if moment is not None and moment.micro_batch >= 0:
+            moment = replace(moment, micro_batch=steady.later(pp, watch.peak_position, moment.micro_batch))
+            memory = replace(memory, moment=moment.label)
+    memory = replace(memory, in_flight=in_flight(schedule).max[pp])
+    return Rehearsed(memory, rank_traffic(ledger, rank, coords, times), ledger, owed)
+
+
+def _repeats(ledger: Ledger, watch: MemoryWatch, end: int, length: int) -> bool:
+    """Whether the round of actions that ends at ``end`` held and sent what the one before it did."""
+    rounds = [range(end - 2 * length, end - length), range(end - length, end)]
+    held = [[watch.samples[i][1] for i in places] for places in rounds]
+    sent = [[replace(m, position=0) for m in ledger.messages if m.position in places] for places in rounds]
+    return held[0] == held[1] and sent[0] == sent[1]
 
 
 def _owed(engine: Engine, place: int) -> Traffic:

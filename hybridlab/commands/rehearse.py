@@ -32,7 +32,7 @@ def rehearse(
 ) -> None:
     """Run the real engine as every rank of CONFIG, in one process, on tensors without memory, and count.
 
-    Needs no GPU and no ranks: a 13B model on 8 cards rehearses on a laptop. Exit 1: a rank does not fit in --gpu-memory.
+    Needs no GPU and no ranks: a 13B model on 8 cards rehearses on a laptop. Exit 1: a rank does not fit --gpu-memory.
 
     Example: hybridlab rehearse labs/chapter/ds_config.json --model llama-2-13b --gpu-memory 80GiB
     """
@@ -44,12 +44,10 @@ def rehearse(
     if as_json:
         print(json.dumps(report.to_json() | {"model": shape.name}))
     else:
-        from rich.console import Console
-
         from hybridlab.show import text
         from hybridlab.train import layers_by_place
 
-        console = Console(highlight=False)
+        console = text.page()
         console.print(f"{shape.name} on {resolved.layout}, rehearsed\n", style="bold")
         console.print(text.holdings(report, layers_by_place(resolved, shape)))
         console.print(text.sendings(report))
@@ -58,8 +56,8 @@ def rehearse(
         if usable is not None:
             room = Headroom()
             console.print(
-                f"A card of {gpu_memory} offers {gib(usable)} ({gib(room.context_bytes)} are for context and libraries, "
-                f"{room.fragmentation:.0%} for fragmentation): "
+                f"A card of {gpu_memory} offers {gib(usable)} ({gib(room.context_bytes)} are for context and "
+                f"libraries, {room.fragmentation:.0%} for fragmentation): "
                 + ("[green]it fits.[/]" if report.memory.fits else "[bold red]it does not fit.[/]")
             )
     raise typer.Exit(1 if report.memory.fits is False else 0)

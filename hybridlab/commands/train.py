@@ -15,8 +15,6 @@ from hybridlab.plan.cluster import Headroom
 from hybridlab.report import StepReport, gib
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from hybridlab.config import Resolved
     from hybridlab.shapes import ModelShape
     from hybridlab.train import Progress, Trained
@@ -119,11 +117,11 @@ class _Screen:
     """What people see of a run."""
 
     def __init__(self, config: Resolved, shape: ModelShape, steps: int, *, quiet: bool) -> None:
-        from rich.console import Console
+        from hybridlab.show import text
 
         self.config, self.shape, self.steps = config, shape, steps
         # With --json stdout is for the object; what the page holds is recorded all the same.
-        self.console: Console = Console(highlight=False, record=True, quiet=quiet)
+        self.console = text.page(record=True, quiet=quiet)
 
     def before(self, forecasts: list[StepReport]) -> None:
         """What will be trained, and the forecast."""

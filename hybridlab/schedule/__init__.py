@@ -12,6 +12,7 @@ from hybridlab.schedule.library import SCHEDULES, is_file, make_schedule, requir
 from hybridlab.schedule.memory import InFlight, in_flight
 from hybridlab.schedule.messages import Message, messages
 from hybridlab.schedule.simulate import Simulation, simulate
+from hybridlab.schedule.steady import Steady, steady_state
 
 __all__ = [
     "OPS",
@@ -24,6 +25,7 @@ __all__ = [
     "Problem",
     "Schedule",
     "Simulation",
+    "Steady",
     "check",
     "closed_form",
     "in_flight",
@@ -34,5 +36,6 @@ __all__ = [
     "read_schedule",
     "require_sizes",
     "simulate",
+    "steady_state",
     "warmup_forwards",
 ]

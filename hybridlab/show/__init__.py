@@ -1,1 +1,1 @@
-"""Reports made visible: text for the terminal. Everything here reads `hybridlab.report`'s data types and nothing else."""
+"""Reports made visible: text for the terminal. All of it reads the data types of `hybridlab.report`, nothing else."""

@@ -45,9 +45,6 @@ def run(arguments: Sequence[str]) -> int:
         code = typer.main.get_command(app).main(args=list(arguments), prog_name="hybridlab", standalone_mode=False)
     except UserError as error:
         return _tell(error, as_json="--json" in arguments)
-    except typer.TyperException as error:
-        error.show()
-        return error.exit_code
     except (KeyboardInterrupt, typer.Abort) as error:
         print(f"Interrupted. {error}".rstrip(), file=sys.stderr)
         return 130
@@ -55,10 +52,13 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if type(error).__name__ != "RankError":  # by name: torch is not imported for commands that start no rank
-            raise
-        print(error, file=sys.stderr)
-        return 1
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own: an unknown option, say
+            error.show()
+            return int(error.exit_code)
+        if type(error).__name__ == "RankError":  # by name: torch is not imported for commands that start no rank
+            print(error, file=sys.stderr)
+            return 1
+        raise
     return code if isinstance(code, int) else 0
 
 

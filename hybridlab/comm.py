@@ -34,6 +34,9 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+_SETTLE_SECONDS = 1.0  # a busy machine may leave a thread waiting for its turn
+
+
 class Pending:
     """A message under way. `wait` returns its result; the buffers it reads or writes are held until then."""
 
@@ -50,7 +53,7 @@ class Pending:
         watch = group.ledger.watching
         if watch is None:
             return Pending(result, launch(), held)
-        holders = [tensor._use_count() for tensor in held]
+        holders = [tensor._use_count() for tensor in held]  # type: ignore[attr-defined]
         with watch.paused():
             pending = Pending(result, launch(), held)
         pending._watch, pending._holders = watch, holders
@@ -73,10 +76,9 @@ class Pending:
         with watch.paused():
             self._work.wait()
         self._work = None
+        deadline = time.monotonic() + _SETTLE_SECONDS
         for tensor, before in zip(self._held, self._holders):
-            for _ in range(1000):
-                if tensor._use_count() <= before:
-                    break
+            while tensor._use_count() > before and time.monotonic() < deadline:  # type: ignore[attr-defined]
                 time.sleep(1e-5)
 
 

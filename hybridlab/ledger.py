@@ -215,7 +215,7 @@ class MemoryWatch(TorchDispatchMode):
         if key in self._storages:
             self._credit(key)
         size = storage.nbytes()
-        reference = weakref.ref(storage, lambda _, key=key: self._credit(key))
+        reference = weakref.ref(storage, lambda _: self._credit(key))
         self._storages[key] = (reference, size, place, category)
         self.alive[place, category] += size
         self._totals[place] += size

@@ -107,9 +107,8 @@ def train(job: Job, *, ranks: int | None = None, on_step: OnStep | None = None, 
         if on_step is not None:
             on_step(progress)
 
-    outcomes = launch.launch(train_rank, job, ranks=ranks, timeout=timeout, on_report=heard)
-    if launch.under_torchrun():
-        outcomes = launch.gather(outcomes[0])
+    own = launch.launch(train_rank, job, ranks=ranks, timeout=timeout, on_report=heard)
+    outcomes = launch.gather(own[0]) if launch.under_torchrun() else own
     return Trained(tuple(steps), _report(outcomes) if outcomes else None)
 
 

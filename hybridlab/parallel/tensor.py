@@ -260,13 +260,13 @@ def _cut_module(name: str, module: nn.Module, cut: Cut | None, tp: TensorParalle
         weight = _part(module.weight, f"{name}.weight", 0, spans, padding)
         return VocabParallelEmbedding(weight, spans[0].start, spans[0].stop - spans[0].start, tp)
     if isinstance(module, nn.Embedding) and isinstance(cut, Positions) and tp.slices_sequence:
-        return SlicedPositions(module.weight, tp)
+        return SlicedPositions(module.weight, tp)  # type: ignore[arg-type]
     if cut is not None and not isinstance(module, nn.Embedding):
         raise ValueError(f"the plan cuts it by {type(cut).__name__}, but it is a {type(module).__name__}")
     return None
 
 
-def _part(whole: nn.Parameter, name: str, dim: int, spans: Any, padding: int = 0) -> nn.Parameter:
+def _part(whole: Tensor, name: str, dim: int, spans: Any, padding: int = 0) -> nn.Parameter:
     """A new, uninitialised parameter of the local shape, with its placement."""
     shape = list(whole.shape)
     shape[dim] = sum(span.stop - span.start for span in spans) + padding

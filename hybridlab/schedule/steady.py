@@ -1,7 +1,7 @@
 """The steady state of a schedule: a round of actions that a longer batch only repeats.
 
-1F1B with 64 micro-batches does what it does with 4, and its middle sixty times more. Whoever wants to know what happens,
-not when, need not play all of it: a shorter schedule of the same name, with one round marked, tells the whole.
+1F1B with 64 micro-batches does what it does with 4, and its middle sixty times more. Whoever wants to know what
+happens, not when, need not play all of it: a shorter schedule of the same name, with one round marked, tells the whole.
 Nothing is assumed of the schedule: both are compared action by action.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hybridlab.errors import UserError
 from hybridlab.schedule.actions import Action, Schedule
@@ -82,7 +83,7 @@ def _compare(longer: Schedule, shorter: Schedule, shift: int, warm: int) -> Stea
         end = next((i for i, (a, b) in enumerate(zip(long, short)) if a != b), len(short))
         end = min(end, len(short) - length) - 1  # an action may already prepare the next: it too must be the same
         rounds = [short[end - (n + 1) * length : end - n * length] for n in reversed(range(_ROUNDS))]
-        if end < (_ROUNDS + warm) * length or any(_moved(a, shift) != b for a, b in zip(rounds, rounds[1:])):
+        if end < (_ROUNDS + warm) * length or any(_moved(a, shift) != b for a, b in pairwise(rounds)):
             return None
         middle = tuple(a for n in range(repeats) for a in _moved(rounds[-1], shift * (n + 1)))
         if long != (*short[:end], *middle, *_moved(short[end:], shift * repeats)):

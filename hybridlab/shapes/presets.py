@@ -139,8 +139,9 @@ _SMALL = [
     replace(_TINY_LLAMA, name="tiny-qwen2", family="qwen2", qkv_bias=True),
     _TINY_GPT2,
     replace(_TINY_GPT2, name="tiny-gpt2-dropout", dropout_embedding=0.1, dropout_attention=0.1, dropout_residual=0.1),
-    # 40 layers, untied, SwiGLU, as a 13B model; bytes for tokens and narrow enough for 8 ranks on a laptop.
-    _llama("llama-13b-mini", 40, 64, 4, 172, vocab=256, max_positions=512),
+    # A 13B model's proportions (SwiGLU of 2.7 widths, untied, no shared key/value heads) with 12 layers of its 40,
+    # narrow enough for 8 ranks on a laptop; tokens are bytes.
+    _llama("llama-13b-mini", 12, 64, 4, 172, vocab=256, max_positions=256),
 ]
 
 _PUBLISHED = [

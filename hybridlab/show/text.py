@@ -18,9 +18,9 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _PAGE = 120  # columns where the output is no terminal
 
 
-def page(**options: bool) -> Console:
+def page(*, record: bool = False, quiet: bool = False) -> Console:
     """A console for tables: as wide as the terminal, `_PAGE` columns in a file or a pipe."""
-    console = Console(highlight=False, **options)
+    console = Console(highlight=False, record=record, quiet=quiet)
     if not console.is_terminal and "COLUMNS" not in console._environ:
         console.width = _PAGE
     return console

@@ -5,7 +5,8 @@ The order of application, each step on what the one before left:
 1. the plain model is built on the meta device: shapes without memory;
 2. tensor parallelism cuts its layers (`parallel.tensor`), so shapes become this rank's;
 3. its pieces are dealt to pipeline stages, this rank keeps its chunks (`parallel.pipeline`);
-4. recomputation and ZeRO-3's borrowing wrap the pieces (`parallel.recompute`, `parallel.zero.stage3`);
+4. compilation, recomputation and ZeRO-3's borrowing wrap the pieces (`compiled`, `parallel.recompute`,
+   `parallel.zero.stage3`);
 5. the data-parallel strategy, plain or ZeRO, packs parameters in buckets with memory (`parallel.data`, `.zero`);
 6. values are drawn parameter by parameter from (seed, name), the same at every layout.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridlab.buckets import Numbers, Replica, Shard
+from hybridlab.compiled import compiled
 from hybridlab.config import Resolved
 from hybridlab.cuts import TensorPlan, tensor_plan
 from hybridlab.mesh import Mesh
@@ -118,7 +120,7 @@ def make_replica(config: Resolved, mesh: Mesh, device: torch.device) -> Replica:
 
 
 def wrap_pieces(config: Resolved, chunks: Sequence[Chunk], replica: Replica) -> None:
-    """Recomputation and ZeRO-3 around the pieces.
+    """Compilation, recomputation and ZeRO-3 around the pieces.
 
     Weights are borrowed outside of a single recomputed layer, so that they are gathered once for both recomputation
     and backward; inside of a longer group, one layer at a time.
@@ -127,6 +129,8 @@ def wrap_pieces(config: Resolved, chunks: Sequence[Chunk], replica: Replica) -> 
     for index, chunk in enumerate(chunks):
         runs: list[Run] = list(chunk.runs)
         layers = range(1 if chunk.first else 0, len(runs) - (1 if chunk.last else 0))
+        if config.compile:
+            runs = [compiled(chunk[i], replica.device) if i in layers else run for i, run in enumerate(runs)]
         if full and interval == 1:
             runs = [recomputed([run]) if i in layers else run for i, run in enumerate(runs)]
         if isinstance(replica, Stage3):

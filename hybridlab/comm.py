@@ -93,6 +93,7 @@ class Handshake:
 
     @staticmethod
     def compare(operation: str, tensor: torch.Tensor, group: Group) -> None:
+        """Raises Disagreement, on every rank of the group, when they do not mean the same operation, size and dtype."""
         if not Handshake.enabled:
             return
         said = f"{operation} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

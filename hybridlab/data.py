@@ -215,7 +215,7 @@ class Batches:
             for sample in range(start, stop)
         ]
         ids = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8).view(-1, length + 1).long()
-        # clone, not contiguous(): of one sample both would be views of the same memory, and masking targets reach tokens.
+        # clone, not contiguous(): of one sample both would share memory, and masking targets would reach tokens.
         tokens, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
         if self.uneven:
             for row, sample in enumerate(range(start, stop)):

@@ -118,11 +118,11 @@ def _play(
 ) -> Rehearsed | None:
     """One step, or the shorter one that tells it; None when it turns out not to."""
     ledger = Ledger()
-    played = config
+    played = replace(config, compile=False)  # fake tensors cannot be compiled for; what is compiled keeps no more
     if steady is not None:
         short = steady.schedule.micro_batches
         samples = config.layout.dp * config.micro_batch_size * short
-        played = replace(config, micro_batches=short, train_batch_size=samples)
+        played = replace(played, micro_batches=short, train_batch_size=samples)
     with fake_world(rank, config.layout.world), nullcontext() if real else FakeTensorMode():
         engine = Engine(played, shape, device_type=device_type, ledger=ledger, initialised=real)
         tokens = torch.zeros((config.micro_batch_size, config.sequence_length), dtype=torch.int64, device=engine.device)

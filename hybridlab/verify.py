@@ -47,7 +47,7 @@ class Trained:
 class Verdict:
     """The largest relative differences between a layout and one rank.
 
-    A tensor's difference is the largest absolute one over the largest absolute value, of each parameter; the worst counts.
+    A tensor's difference is the largest absolute one over the largest absolute value; the worst parameter counts.
     """
 
     layout: str

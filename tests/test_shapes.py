@@ -1,4 +1,4 @@
-"""What a model is: exact sizes against published counts, configuration files read or refused, names as torch has them."""
+"""What a model is: exact sizes against published counts, configuration files read or refused, torch's names."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config", "models", "data"),
     ("mesh", "comm", "ledger", "buckets", "deferred", "gradients", "placement"),
     ("parallel",),
-    ("optim", "engine", "checkpoint", "logical"),
-    ("launch", "rehearse"),
+    ("optim", "engine", "assembly", "compiled", "checkpoint", "logical"),
+    ("launch", "rehearse", "verify", "train"),
     ("show", "grade"),
     ("commands", "cli", "__main__"),
 )

@@ -39,7 +39,8 @@ def explain(
 ) -> None:
     """Say what becomes of every key of CONFIG: used, without effect and why, or refused and how to mend it.
 
-    Exit 0: the config is legal on so many ranks. Exit 1: it is refused. Exit 2: it cannot be read, or an option is wrong.
+    Exit 0: the config is legal on so many ranks. Exit 1: it is refused. Exit 2: it cannot be read, or an option is
+    wrong.
 
     Example: hybridlab explain ds_config.json --model llama-2-13b --ranks 8
     """
@@ -54,7 +55,7 @@ def explain(
     except UserError as error:
         if as_json:
             mistakes = error.errors if isinstance(error, UserErrors) else (error,)
-            nothing = {"keys": [], "resolved": None}
+            nothing: dict[str, Any] = {"keys": [], "resolved": None}
             print(json.dumps({"ok": False, "errors": [one.to_json() for one in mistakes], **nothing}, default=str))
         else:
             Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False, style="red")

@@ -106,6 +106,7 @@ class Outbox:
         return bool(self._parts)
 
     def push(self, kind: bytes, *payload: bytes | bytearray) -> None:
+        """Queue a message of one kind; its payload is not copied."""
         length = sum(len(part) for part in payload)
         self._parts.append(memoryview(_HEADER.pack(kind, length)))
         self._parts.extend(memoryview(part) for part in payload if len(part))

@@ -212,6 +212,7 @@ class Failure:
         return "lost the connection" if self.consequence else f"raised {self.error.summary()}"
 
     def same_as(self, other: Failure) -> bool:
+        """Whether both ranks failed in the same way: the same exception, or the same way to die."""
         if self.error is None or other.error is None:
             return self.exit_code == other.exit_code and self.error is other.error
         return (self.error.type, self.error.message) == (other.error.type, other.error.message)

@@ -27,6 +27,7 @@ class Frame:
 
 
 def is_ours(file: str) -> bool:
+    """Whether a source file is part of hybridlab."""
     return file.startswith(_OURS)
 
 

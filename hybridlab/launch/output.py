@@ -27,6 +27,7 @@ class Lines:
         self._open = b""
 
     def feed(self, data: bytes) -> list[str]:
+        """Take bytes as they come; returns the lines that are whole now."""
         *lines, self._open = (self._open + data).split(b"\n")
         if len(self._open) > _LONGEST_LINE:
             lines, self._open = [*lines, self._open], b""

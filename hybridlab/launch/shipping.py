@@ -55,6 +55,7 @@ def dump_result(value: Any, rank: int) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
+    """The value that was shipped."""
     return pickle.loads(data)
 
 

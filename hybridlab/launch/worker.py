@@ -202,6 +202,7 @@ _sent_coords: dict[str, int] | None = None
 
 
 def last_coords() -> dict[str, int] | None:
+    """This rank's (pp, dp, tp), once it has built a mesh."""
     mesh = sys.modules.get("hybridlab.mesh")
     return mesh.last_coords() if mesh is not None else None
 

@@ -99,6 +99,7 @@ class FusedCore(CoreAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, s, d], k and v [b, kv heads, s, d] to [b, heads, s, d]."""
         grouped = q.shape[1] != k.shape[1]
         if grouped and q.is_cuda and q.dtype == torch.float32:
             # CUDA's fused kernel for fp32 knows no groups; repeating k and v costs less than a stored [s, s].
@@ -116,6 +117,7 @@ class EagerCore(CoreAttention):
     """softmax(q kᵀ / √d) v, written out: [b, heads, s, s] is kept for backward. The softmax is taken in fp32 (fp64)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, s, d], k and v [b, kv heads, s, d] to [b, heads, s, d]."""
         if q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])

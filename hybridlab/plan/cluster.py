@@ -10,10 +10,8 @@ A file has the same fields as `Cluster.to_json` prints; `hybridlab doctor --meas
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from hybridlab.errors import UserError
@@ -272,31 +270,3 @@ def _link(reader: _Reader) -> Link:
     link = Link(str(reader.take("name", "link")), reader.rate("bytes_per_second"), reader.rate("latency_seconds", 0.0))
     reader.finish()
     return link
-
-
-def load_cluster(given: str) -> Cluster:
-    """A preset by name, or a file.
-
-    Raises:
-        UserError: neither; names the nearest preset.
-    """
-    from hybridlab.plan.machines import PRESETS, preset  # they are made of the types above
-
-    known = preset(given)
-    if known is not None:
-        return known
-    path = Path(given)
-    if path.suffix == ".json" or path.exists():
-        try:
-            return Cluster.from_json(json.loads(path.read_text(encoding="utf-8")), path.name)
-        except OSError as error:
-            raise UserError(f"cannot be read: {error.strerror}.", key="--cluster", value=given) from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"is not JSON: {error}.", key="--cluster", value=given) from None
-    close = difflib.get_close_matches(given, PRESETS, n=1)
-    raise UserError(
-        f"{given!r} is no known cluster and no file.",
-        key="--cluster",
-        value=given,
-        fix=f"did you mean {close[0]}?" if close else "one of " + ", ".join(PRESETS) + ", or a JSON file.",
-    )

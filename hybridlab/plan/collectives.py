@@ -1,9 +1,9 @@
 """How long a message takes: α–β, on the slowest link its group crosses.
 
 A collective on a ring moves (n-1)/n of its payload (an all-reduce twice that) past each rank at the ring's rate β, and
-waits α for each of the log2(n) rounds of a tree that starts it. A group inside a node rides on the node's link. One that
-reaches over several nodes enters and leaves each of them once, by the network cards of those of its members that are in
-that node: with k members a node it has k cables. (NCCL does the same with its channels; nccl-tests, PERFORMANCE.md.)
+waits α for each of the log2(n) rounds of a tree that starts it. A group inside a node rides on the node's link. One
+that reaches over several nodes enters and leaves each of them once, by the network cards of those of its members that
+are in that node: with k members a node it has k cables. (NCCL does the same: nccl-tests, PERFORMANCE.md.)
 """
 
 from __future__ import annotations

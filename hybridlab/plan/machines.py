@@ -7,8 +7,12 @@ usually reports as bus bandwidth for large messages, about three quarters of the
 
 from __future__ import annotations
 
+import difflib
+import json
 from dataclasses import replace
+from pathlib import Path
 
+from hybridlab.errors import UserError
 from hybridlab.plan.cluster import GIB, Cluster, Device, Link
 
 A100 = Device(
@@ -107,3 +111,29 @@ def preset(name: str) -> Cluster | None:
     if nodes.isdigit() and int(nodes) >= 1 and base in PRESETS and base != "laptop":
         return replace(PRESETS[base], name=name, nodes=int(nodes))
     return None
+
+
+def load_cluster(given: str) -> Cluster:
+    """A preset by name, or a file.
+
+    Raises:
+        UserError: neither; names the nearest preset.
+    """
+    known = preset(given)
+    if known is not None:
+        return known
+    path = Path(given)
+    if path.suffix == ".json" or path.exists():
+        try:
+            return Cluster.from_json(json.loads(path.read_text(encoding="utf-8")), path.name)
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}.", key="--cluster", value=given) from None
+        except json.JSONDecodeError as error:
+            raise UserError(f"is not JSON: {error}.", key="--cluster", value=given) from None
+    close = difflib.get_close_matches(given, PRESETS, n=1)
+    raise UserError(
+        f"{given!r} is no known cluster and no file.",
+        key="--cluster",
+        value=given,
+        fix=f"did you mean {close[0]}?" if close else "one of " + ", ".join(PRESETS) + ", or a JSON file.",
+    )

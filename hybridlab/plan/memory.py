@@ -1,24 +1,23 @@
 """The peak memory of each rank: when it is, and what it is made of.
 
-Long-lived states are there all the time (`hybridlab.plan.states`). On top come, at each action of the rank's schedule, the
-activations of the micro-batches in flight (`in_flight`), what the running action itself needs for a moment, whole
+Long-lived states are there all the time (`hybridlab.plan.states`). On top come, at each action of the rank's schedule,
+the activations of the micro-batches in flight (`in_flight`), what the running action itself needs for a moment, whole
 gradient buckets and borrowed weights, and messages between stages. The peak is the largest sum over all moments; it is
 seldom at the same moment on the first stage (most micro-batches in flight) as on the last (logits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from hybridlab.cuts import padded_vocab
 from hybridlab.plan.activations import PROFILES, Profile, layer_bytes
 from hybridlab.plan.in_flight import Held, held_quickly
 from hybridlab.plan.job import Job
-from hybridlab.plan.states import device_states, gathered_weights, host_states, transient_gradients
+from hybridlab.plan.states import device_states, gathered_weights, transient_gradients
 from hybridlab.plan.traffic import activation_bytes
-from hybridlab.report import CATEGORIES, MemoryReport, RankMemory, categories
+from hybridlab.report import categories
 
 Bytes = dict[str, float]
 

@@ -98,8 +98,8 @@ def price(job: Job, cluster: Cluster, *, simulated: bool = True, profile: str = 
 
 
 def telling_ranks(job: Job) -> list[int]:
-    """Pipeline ranks of which one has the highest peak: the first (most in flight, the embedding), the last (the logits),
-    and where layers are dealt unevenly every one."""
+    """Pipeline ranks of which one has the highest peak: the first (most in flight, the embedding), the last (the
+    logits), and where layers are dealt unevenly every one."""
     pp = job.layout.pp
     middle = set(job.split[1:-1])
     if pp > 3 and (len(middle) > 1 or max(job.split) > job.split[0]):

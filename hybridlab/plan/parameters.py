@@ -86,7 +86,7 @@ def piece_parameters(
         held = _spans(name, logical, piece, shape, tp, 0, vocab_multiple)
         if held is None:
             numel = prod(logical)
-            partial = ((0, numel, tp),) if sequence_parallel and tp > 1 else ()
+            partial: tuple[tuple[int, int, int], ...] = ((0, numel, tp),) if sequence_parallel and tp > 1 else ()
         else:
             spans, padding, row = held
             begin, stretches = 0, []

@@ -1,9 +1,9 @@
 """Every legal layout of a cluster, priced and ranked: the fastest first, none that does not fit.
 
 The search goes through all degrees whose product is the number of cards, all ZeRO stages, schedules, micro-batch sizes
-and recomputation, asks the same rules as the config check (`legality`), drops what does not fit, and sorts by the step's
-time in closed form. The event simulator then plays the best few. Left out because something listed is always at least
-as good: tensor parallelism across nodes, and tensor without sequence parallelism where the sequence divides.
+and recomputation, asks the same rules as the config check (`legality`), drops what does not fit, and sorts by the
+step's time in closed form. The event simulator then plays the best few. Left out because something listed is always
+at least as good: tensor parallelism across nodes, and tensor without sequence parallelism where the sequence divides.
 """
 
 from __future__ import annotations

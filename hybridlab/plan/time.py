@@ -134,14 +134,14 @@ def stage_time(job: Job, cluster: Cluster, stage: int) -> StageTime:
     )
 
 
-# ---- the pipeline ------------------------------------------------------------------------------------------------------
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
 
 
 def closed_form(name: str, times: list[StageTime], chunks: int, micro_batches: int, latency: float) -> float:
     """Seconds of a pipeline without playing it: what the search sorts by before it simulates the best.
 
-    The slowest rank is never idle but for filling and draining, (p-1)(F+B) under 1F1B; each round trip of p micro-batches
-    pays the latency of 2(p-1) messages, which formulas without communication leave out.
+    The slowest rank is never idle but for filling and draining, (p-1)(F+B) under 1F1B; each round trip of p
+    micro-batches pays the latency of 2(p-1) messages, which formulas without communication leave out.
 
     Args:
         times: of every virtual stage, in order.
@@ -173,7 +173,7 @@ def play(job: Job, times: list[StageTime], latency: float) -> Simulation:
 
 @lru_cache(maxsize=16)
 def schedule_of(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """`hybridlab.schedule.make_schedule`, remembered: a schedule of thousands of actions takes longer than a formula."""
+    """`hybridlab.schedule.make_schedule`, remembered: thousands of actions take longer than a formula."""
     return make_schedule(name, stages, micro_batches, chunks=chunks)
 
 

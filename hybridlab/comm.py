@@ -34,7 +34,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-_SETTLE_SECONDS = 1.0  # a busy machine may leave a thread waiting for its turn
+_SETTLE_SECONDS = 5.0  # a busy machine may leave a thread waiting for its turn
 
 
 class Pending:

@@ -139,9 +139,9 @@ _SMALL = [
     replace(_TINY_LLAMA, name="tiny-qwen2", family="qwen2", qkv_bias=True),
     _TINY_GPT2,
     replace(_TINY_GPT2, name="tiny-gpt2-dropout", dropout_embedding=0.1, dropout_attention=0.1, dropout_residual=0.1),
-    # A 13B model's proportions (SwiGLU of 2.7 widths, untied, no shared key/value heads) with 12 layers of its 40,
+    # A 13B model's proportions (SwiGLU of 2.7 widths, untied, no shared key/value heads) with 8 layers of its 40,
     # narrow enough for 8 ranks on a laptop; tokens are bytes.
-    _llama("llama-13b-mini", 12, 64, 4, 172, vocab=256, max_positions=256),
+    _llama("llama-13b-mini", 8, 64, 4, 172, vocab=256, max_positions=256),
 ]
 
 _PUBLISHED = [

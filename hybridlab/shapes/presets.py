@@ -141,7 +141,7 @@ _SMALL = [
     replace(_TINY_GPT2, name="tiny-gpt2-dropout", dropout_embedding=0.1, dropout_attention=0.1, dropout_residual=0.1),
     # A 13B model's proportions (SwiGLU of 2.7 widths, untied, no shared key/value heads) with 8 layers of its 40,
     # narrow enough for 8 ranks on a laptop; tokens are bytes.
-    _llama("llama-13b-mini", 8, 64, 4, 172, vocab=256, max_positions=256),
+    _llama("llama-13b-mini", 8, 64, 4, 172, vocab=256, max_positions=128),
 ]
 
 _PUBLISHED = [

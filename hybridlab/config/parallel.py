@@ -96,7 +96,7 @@ def _needs_numbers(draft: Draft, autos: list[str], accumulation: int | None, dp:
     rest = "".join(f" ({draft.spelled(key)} would become {show(draft.value(key))}.)" for key in settled)
     rule = f'"auto" leaves {_and(waiting)} to a trainer, and there is none: a number is needed.{rest}'
     example = 1 if accumulation is None else accumulation
-    fix = f"{MICRO} 1 in the file or on the command line ({BATCH} is then 1 * {example} * dp {dp} = {dp * example})."
+    fix = f"{MICRO} 1 in the file, or --set {MICRO}=1 ({BATCH} is then 1 * {example} * dp {dp} = {dp * example})."
     first, *also = autos
     draft.refuse(first, rule, fix, *also)
     draft.differs(waiting[0], 'dies of a type error when "auto" is left at the top level')

@@ -6,10 +6,12 @@ what the user gave is told in a line or two, never by a traceback; with ``--json
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
@@ -30,8 +32,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+class Interrupted(Exception):
+    """A KeyboardInterrupt that the parser does not swallow, with what it says of the ranks."""
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def called(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise Interrupted(str(error)) from None
+
+    return called
+
+
 for command in (train, explain, verify, rehearse, timeline, doctor, schema):
-    app.command()(command)
+    app.command()(_interruptible(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -45,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         code = typer.main.get_command(app).main(args=list(arguments), prog_name="hybridlab", standalone_mode=False)
     except UserError as error:
         return _tell(error, as_json="--json" in arguments)
-    except (KeyboardInterrupt, typer.Abort) as error:
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as error:
         print(f"Interrupted. {error}".rstrip(), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has gone: `hybridlab … | head`

@@ -81,6 +81,18 @@ class Trained:
         return tokens * len(timed) / sum(timed) if timed else None
 
 
+def batches_of(job: Job) -> Batches:
+    """The job's data.
+
+    Raises:
+        UserError: ``data`` cannot be read, or is too short.
+    """
+    config = job.config
+    return Batches(
+        load_corpus(job.data), config.seed, config.sequence_length, config.train_batch_size, vocab=job.shape.vocab
+    )
+
+
 def train(job: Job, *, ranks: int | None = None, on_step: OnStep | None = None, timeout: float = 600.0) -> Trained:
     """Run a job on ranks of this machine, or, under torchrun, as the rank that this process is.
 
@@ -93,13 +105,7 @@ def train(job: Job, *, ranks: int | None = None, on_step: OnStep | None = None, 
         RankError: a rank failed; it names the rank and the cause.
         UserError: ``data`` cannot be read, or is too short; the gradients stay broken.
     """
-    Batches(  # a mistake in the data is told before any rank starts
-        load_corpus(job.data),
-        job.config.seed,
-        job.config.sequence_length,
-        job.config.train_batch_size,
-        vocab=job.shape.vocab,
-    )
+    batches_of(job)  # a mistake in the data is told before any rank starts
     steps: list[Progress] = []
 
     def heard(rank: int, progress: Progress) -> None:
@@ -117,13 +123,7 @@ def train_rank(job: Job) -> Outcome:
     here = context.current()
     assert here is not None, "train_rank runs on a rank"
     engine = Engine(job.config, job.shape, device_type=here.device.type)
-    batches = Batches(
-        load_corpus(job.data),
-        job.config.seed,
-        job.config.sequence_length,
-        job.config.train_batch_size,
-        vocab=job.shape.vocab,
-    )
+    batches = batches_of(job)
     memory = None
     for step in range(job.steps):
         start = time.perf_counter()

@@ -47,11 +47,13 @@ def train(
     from hybridlab import launch
     from hybridlab import train as training
 
+    job = training.Job(resolved.with_steps(steps), shape, steps, data)
+    training.batches_of(job)  # a mistake in the data is told before anything starts
+
     speaks = not launch.under_torchrun() or _is_first()
     screen = _Screen(resolved, shape, steps, quiet=as_json or not speaks)
     reports = _forecasts(resolved, shape, force) if speaks else []
     screen.before(reports)
-    job = training.Job(resolved.with_steps(steps), shape, steps, data)
     asked = None if launch.under_torchrun() else world_size(ranks)
     trained = training.train(job, ranks=asked, on_step=screen.step)
     if trained.report is None:

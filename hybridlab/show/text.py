@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
@@ -20,7 +21,8 @@ _PAGE = 120  # columns where the output is no terminal
 
 def page(*, record: bool = False, quiet: bool = False) -> Console:
     """A console for tables: as wide as the terminal, `_PAGE` columns in a file or a pipe."""
-    console = Console(highlight=False, record=record, quiet=quiet)
+    # A quiet console would record nothing, either.
+    console = Console(highlight=False, record=record, file=io.StringIO() if quiet else None)
     if not console.is_terminal and "COLUMNS" not in console._environ:
         console.width = _PAGE
     return console

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -13,29 +12,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hybridlab.commands.options import AsJson, Assign, ConfigFile, Ranks, assignments, world_size
 from hybridlab.config.explain import explain as explain_config
 from hybridlab.config.read import show
 from hybridlab.errors import UserError, UserErrors
 from hybridlab.shapes import load_shape
+from hybridlab.show.text import page
 
-DEFAULT_RANKS = 8
 _MARKS = {"used": ("✓", "green"), "no_effect": ("·", "dim"), "refused": ("✗", "red")}
 
 
 def explain(
-    config: Annotated[str, typer.Argument(help="A DeepSpeed-style JSON file.", metavar="CONFIG")],
+    config: ConfigFile,
     model: Annotated[
         str | None, typer.Option(help="A preset or a Hugging Face style config.json: checks its widths too.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help=f"Number of ranks [default: torchrun's world, or {DEFAULT_RANKS}].")
-    ] = None,
-    assign: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help='Fill in a key the file leaves out or calls "auto".'),
-    ] = None,
+    ranks: Ranks = None,
+    assign: Assign = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the run, where the schedule asks.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what becomes of every key of CONFIG: used, without effect and why, or refused and how to mend it.
 
@@ -47,9 +42,9 @@ def explain(
     try:
         report = explain_config(
             config,
-            world=ranks if ranks is not None else _default_ranks(),
+            world=world_size(ranks),
             shape=load_shape(model) if model is not None else None,
-            overrides=_assignments(assign or []),
+            overrides=assignments(assign),
             steps=steps,
         )
     except UserError as error:
@@ -63,34 +58,8 @@ def explain(
     if as_json:
         print(json.dumps(report, ensure_ascii=False, default=str))
     else:
-        Console(highlight=False).print(_page(config, report))
+        page().print(_page(config, report))
     raise typer.Exit(0 if report["ok"] else 1)
-
-
-def _default_ranks() -> int:
-    """torchrun's world when there is one."""
-    world = os.environ.get("WORLD_SIZE", "")
-    return int(world) if world.isdecimal() and int(world) > 0 else DEFAULT_RANKS
-
-
-def _assignments(pairs: list[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs; the value is JSON, or a word as it stands.
-
-    Raises:
-        UserError: no equals sign, or a key twice.
-    """
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key:
-            raise UserError(f"{pair!r} is not KEY=VALUE.", key="--set", value=pair, fix="--set KEY=VALUE.")
-        if key in found:
-            raise UserError(f"{key} is set twice.", key="--set", value=pair, fix="set it once.")
-        try:
-            found[key] = json.loads(text)
-        except ValueError:
-            found[key] = text
-    return found
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------

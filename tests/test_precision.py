@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridlab.config import LossScaleSpec, OptimizerSpec, Resolved
+from hybridlab.config import LossScaleSpec, OptimizerSpec, Resolved, SchedulerSpec
 from hybridlab.data import Batches, load_corpus
 from hybridlab.engine import Engine, StepResult
+from hybridlab.launch import current
+from hybridlab.optim import learning_rate
 from tests.support import job, shape_of
 
 STEPS = 6
@@ -73,17 +74,50 @@ def test_fp32_masters_are_needed() -> None:
     assert torch.ones(1) + 1e-3 != torch.ones(1)
 
 
-def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
-    """A loss scale beyond fp16: every rank skips the same steps and lowers the scale alike, whatever the ZeRO stage."""
-    sequences = []
+def train_with_an_infinity(config: Resolved, rank: int, at: int) -> list[tuple[bool, float, float, bool]]:
+    """On a rank: of each step (skipped, loss scale, lr, whether a weight of this rank changed). In step ``at``, the
+    gradient of one parameter overflows on one rank, before any reduction."""
+    here = current()
+    assert here is not None
+    shape = shape_of("llama")
+    engine = Engine(config, shape)
+    if here.rank == rank:
+        last = list(engine.chunks[-1].parameters())[-1]
+        last.register_hook(lambda g: g * float("inf") if engine.step_number == at else g)
+    batches = Batches(load_corpus(None), 7, config.sequence_length, config.train_batch_size, vocab=shape.vocab)
+    told = []
+    for _ in range(4):
+        before = [shard.master.clone() for shard in engine.shards]
+        step = engine.train_batch(batches)
+        moved = any(not torch.equal(a, shard.master) for a, shard in zip(before, engine.shards))
+        told.append((step.skipped, step.loss_scale, step.lr, moved))
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+def test_an_infinity_on_one_rank_is_skipped_by_all(rank: int, ranks: Any) -> None:
+    """DeepSpeed#931, #1593: all ranks skip, no weight moves, the scale halves and the learning rate waits; the same at
+    every ZeRO stage."""
+    sequences = set()
     for zero in (0, 1, 2, 3):
-        config = job(2, 1, 2, m=2, zero=zero, precision="fp16")
-        config = replace(config, loss_scale=LossScaleSpec(initial_power=24, hysteresis=1))
-        found = ranks(4).run(train, config, "gpt2")
-        told = {tuple((s.skipped, s.loss_scale, s.lr) for s in steps) for steps, _, _ in found}
-        assert len(told) == 1
-        sequences.append(told.pop())
-    assert len(set(sequences)) == 1
-    first = sequences[0][0]
-    assert first[0]
-    assert sequences[0][1][1] == first[1] / 2
+        config = job(
+            *(2, 2, 2),
+            m=2,
+            zero=zero,
+            precision="fp16",
+            loss_scale=LossScaleSpec(initial_power=8, hysteresis=1),
+            scheduler=SchedulerSpec(
+                "WarmupLR",
+                {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+            ),
+        )
+        for told in ranks(8).run(train_with_an_infinity, config, rank, 1):
+            sequences.add(tuple(told))
+    (told,) = sequences
+    skipped, scales, rates, moved = zip(*told)
+    assert skipped == (False, True, False, False)
+    assert scales == (256.0, 256.0, 128.0, 128.0)
+    assert moved == (True, False, True, True)
+    assert rates == tuple(learning_rate(config.scheduler, config.optimizer.lr, updates) for updates in (0, 1, 1, 2))
+    assert rates[2] < rates[3]

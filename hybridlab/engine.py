@@ -19,12 +19,13 @@ from hybridlab.assembly import NUMBERS, build_chunks, draw_weights, ends_apart, 
 from hybridlab.comm import read
 from hybridlab.config import Resolved
 from hybridlab.config.specs import LossScaleSpec
-from hybridlab.cuts import TensorPlan, vocab_spans
+from hybridlab.cuts import TensorPlan, Vocab, vocab_spans
 from hybridlab.data import Batches
 from hybridlab.deferred import Deferred
+from hybridlab.errors import UserError
 from hybridlab.exchange import compile_programmes
 from hybridlab.ledger import Ledger
-from hybridlab.mesh import Mesh, local_device
+from hybridlab.mesh import Group, Mesh, local_device
 from hybridlab.models import streams
 from hybridlab.optim import (
     allocate_state,
@@ -103,6 +104,7 @@ class Engine(Callbacks):
             kv_copies=max(1, layout.tp // shape.kv_heads),
         )
         self.ledger = self.mesh.ledger
+        self._vocab_group = self._logits_group(model, plan)
         self.deferred = Deferred()
         tp = TensorParallel(self.mesh.tp, config.sequence_parallel, self.deferred)
         self.chunks = build_chunks(config, shape, self.schedule, tp, self.mesh.coords["pp"], model=model, plan=plan)
@@ -123,6 +125,25 @@ class Engine(Callbacks):
         self.step_number = 0
         self.updates = 0  # steps that were not skipped: what the learning-rate schedule counts
         self._set_streams()
+
+    def _logits_group(self, model: nn.Module | None, plan: TensorPlan | None) -> Group:
+        """The group over which logits are dealt out: tensor-parallel where the output matrix is cut by vocabulary, this
+        rank alone where a plan leaves it whole.
+
+        Raises:
+            UserError: it is whole under sequence parallelism, where a rank would see only its slice of the tokens.
+        """
+        tp = self.mesh.tp
+        outputs = (name for name, cut in (plan or {}).items() if isinstance(cut, Vocab))
+        if model is None or any(isinstance(model.get_submodule(name), nn.Linear) for name in outputs):
+            return tp
+        if self.config.sequence_parallel and tp.size > 1:
+            raise UserError(
+                "with sequence parallelism the output matrix must be cut by vocabulary.",
+                key="plan",
+                fix="give it a Vocab cut, or switch sequence_parallel off.",
+            )
+        return replace(tp, ranks=(tp.ranks[tp.rank],), rank=0, process_group=None)
 
     def _make_executor(self) -> Executor:
         """The pipeline's interpreter and this rank's programmes: for training, and forwards only."""
@@ -155,7 +176,7 @@ class Engine(Callbacks):
         """Cross-entropy summed over the micro-batch, divided by the *global* batch's target tokens: the only
         division. The loss scale multiplies here, on the last stage, and nowhere else."""
         assert micro_batch.targets is not None
-        config, group = self.config, self.mesh.tp
+        config, group = self.config, self._vocab_group
         spans, _ = vocab_spans(self.shape.vocab, group.size, group.rank, config.vocab_multiple)
         with self.ledger.category("logits"):
             total = cross_entropy_sum(
